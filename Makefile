@@ -59,10 +59,10 @@ audit-deps: install  ## known vulnerabilities of what is pinned
 	$(BIN)/python .ci/audit_deps.py
 
 unit: install  ## pure tests
-	$(BIN)/pytest tests/unit -m "not long" -n auto
+	$(BIN)/pytest tests/unit -m "not long" -n auto --dist worksteal
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
-	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
+	$(BIN)/pytest tests/component -m "not long" -n 2 --dist loadgroup
 
 lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile

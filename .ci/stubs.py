@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
-from xray_runtime.engines.layouts import PlugSection
+from xray_runtime.kernel.config.plug_section import PlugSection
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, SourceTerms
 from xray_runtime.kernel.graph import kinds

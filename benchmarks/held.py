@@ -28,7 +28,7 @@ def peak_bytes(work: Callable[[], object], mapped: int = 0) -> int:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # what was left before is not freed while this counts
+    gc.collect()  # garbage from before must not be freed during the measurement
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -60,6 +60,8 @@ def innermost(engine: Any) -> Any:
 
 def held_bytes(engine: Any) -> dict[str, int]:
     """Bytes of every storage an engine's model, gradients and optimizer refer to, each counted once."""
+    from torch.distributed.tensor import DTensor
+
     zero = engine.optimizer
     adam = getattr(zero, "optimizer", zero)
     parameters = list(engine.module.parameters())
@@ -67,10 +69,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
     # ZeRO-3 hands the optimizer what it steps only while it steps it.
     stepped = [p for group in adam.param_groups for p in group["params"]]
     stepped += getattr(zero, "fp32_partitioned_groups_flat", [])
-    partitions = [
-        *getattr(zero, "averaged_gradients", {}).values(),
-        *getattr(zero, "all_grad_tensors", {}).values(),
-    ]
+    partitions = [*getattr(zero, "averaged_gradients", {}).values(), *getattr(zero, "all_grad_tensors", {}).values()]
     kinds = {
         "weights": [*borrowed, *(t for p in parameters for t in (p.data, getattr(p, "ds_tensor", None)))],
         "optimizer": [*stepped, *(t for state in adam.state.values() for t in state.values())],
@@ -83,6 +82,8 @@ def held_bytes(engine: Any) -> dict[str, int]:
     held = dict.fromkeys(kinds, 0)
     for kind, tensors in kinds.items():
         for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
             storage = None if tensor is None else tensor.untyped_storage()
             if storage is not None and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

@@ -175,13 +175,7 @@ CASES = [
         f"{PACKAGE}.rewards:polite",
         one_byte(f"code/{PACKAGE}/rewards.py", b"# share", b"# shard"),
     ),
-    Case(
-        "gold function",
-        "gold",
-        "code",
-        f"{PACKAGE}.gold:score",
-        one_byte(f"code/{PACKAGE}/gold.py", b"1.0", b"2.0"),
-    ),
+    Case("gold function", "gold", "code", f"{PACKAGE}.gold:score", one_byte(f"code/{PACKAGE}/gold.py", b"1.0", b"2.0")),
 ]
 
 

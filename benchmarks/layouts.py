@@ -23,7 +23,7 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.layouts import EngineConfig
@@ -34,7 +34,7 @@ from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.pretrained_shapes import from_pretrained
-from xray_runtime.ops.planner.memory import Layout, Memory, training_memory
+from xray_runtime.ops.planner.memory import Layout, Memory, Options, sharding_of, training_memory
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64
@@ -48,12 +48,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
     "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
-    "TP 2 × PP 2 × DP 2, ZeRO-1": {
-        "tensor_parallel": 2,
-        "pipeline_parallel": 2,
-        "num_workhorses": 8,
-        "zero_stage": 1,
-    },
+    "TP 2 × PP 2 × DP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1},
+    **{f"FSDP2 × {n}": {"library": "fsdp2", "num_workhorses": n} for n in (1, 2, 4)},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
@@ -142,7 +138,7 @@ def updates(
         rows = batches[number % len(batches)]
         tokens = float(rows.num_response_tokens())
         start = time.perf_counter()
-        stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr).sums
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
@@ -204,8 +200,9 @@ def most_loading(learner: LoadedLearner, deal: Callable[[TextBatch], TextBatch])
 
 
 def predicted(model: Path, layout: dict[str, Any]) -> Memory:
-    """The fullest rank, as the planner predicts it."""
+    """The fullest rank, as the planner predicts it; of a trainer whose sharding it does not know as of the default."""
     engine = EngineConfig(**layout)
+    sharding = engine.capabilities.sharding or sharding_of(EngineConfig.default)
     return training_memory(
         from_pretrained(PretrainedBase(model=str(model))),
         4,
@@ -217,6 +214,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         ),
         tokens=1,
         positions=1,
+        options=Options(sharding=sharding),
     )
 
 
@@ -262,9 +260,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 - *predicted*: the planner's formulas (`xray_runtime/ops/planner/memory.py`).
 
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
-second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;
-its pipeline schedules and its distributed optimizer need CUDA and are not in this table. Seconds are of all the
-layout's processes on {cores} cores: they say little of speed on a cluster.
+second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
+which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
+table. Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """

@@ -17,12 +17,7 @@ from typing import Any
 import torch
 import trl  # type: ignore[import-not-found]
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from benchmarks.peers_work import BETA, EPOCHS, GRPO_KL, KL, LAST_WITH_PPO, LR, PENALTY, SAMPLES, THREADS, share_of_e
 

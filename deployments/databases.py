@@ -30,7 +30,7 @@ def databases(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Service → `HOST:PORT/NAME` of its PostgreSQL, for the services that use one.
 
     Raises:
-        ConfigError: an address is not one of PostgreSQL; the message leaves it out, since it holds a password.
+        ConfigError: an address is not of PostgreSQL; the message omits it, since it contains a password.
     """
     return {name: _shown(_url(name, environment)) for name, variable in VARIABLES.items() if environment.get(variable)}
 
@@ -45,9 +45,9 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
     Raises:
         ConfigError: a database cannot be used, or the records of the last start would be lost.
     """
-    found = databases(environment)
+    current = databases(environment)
     for name, variable in VARIABLES.items():
-        before, now = remembered.get(name), found.get(name)
+        before, now = remembered.get(name), current.get(name)
         if before and not now:
             raise ConfigError(
                 f"{variable}: is not set, but the records are in PostgreSQL at {before}: set it to that address"
@@ -58,7 +58,7 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
             reason = _why_not(name, _url(name, environment))
             if reason:
                 raise ConfigError(f"{variable}: {now} cannot be used: {reason}")
-    return found
+    return current
 
 
 def address(name: str, otherwise: str) -> dict[str, str]:
@@ -97,7 +97,7 @@ def _why_not(name: str, url: URL) -> str | None:
     try:
         return asyncio.run(_query_database(url, name == "prefect"))
     except Exception as error:
-        # Errors of the network, the server or the driver; none of them holds the password.
+        # Errors of the network, the server or the driver; none of them contains the password.
         return first_line(error)
 
 

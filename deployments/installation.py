@@ -102,7 +102,7 @@ def with_first_fields(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _fold(section: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
     fields = section["properties"]
-    shown = {name: fields[name] | {"title": name, "position": place} for place, name in enumerate(first)}
+    shown = {name: fields[name] | {"title": name, "position": position} for position, name in enumerate(first)}
     others = {f"^{re.escape(name)}$": field for name, field in fields.items() if name not in first}
     return section | {"properties": shown, "patternProperties": others}
 

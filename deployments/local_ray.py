@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,9 +43,9 @@ NEEDLESS = ("start_monitor", "start_api_server", "start_log_monitor")
 """Methods of `ray._private.node.Node` that start the autoscaler, the dashboard and the log collector."""
 AGENT, WORKERS = "--dashboard_agent_command=", "--python_worker_command="
 PRESTART = "--num_prestart_python_workers="
-"""Arguments of a raylet: the dashboard's agent, which one machine needs as little, and how and when workers start."""
+"""Arguments of a raylet: the dashboard's agent, needless on a single machine, and how and when workers start."""
 IDLE = ["sh", "-c", "exec tail --pid=$PPID -f /dev/null"]
-"""In place of that agent, which a raylet insists on: it ends with the raylet, and does nothing until then."""
+"""Replaces that agent, without which a raylet does not start: it does nothing and ends with the raylet."""
 LONG_SECONDS = 3600
 PATIENT = {
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(LONG_SECONDS),
@@ -55,9 +56,10 @@ PATIENT = {
 ALONE = {"RAY_health_check_timeout_ms": "60000"}
 """For a single machine: by default Ray would give it up after five times 10 seconds without an answer."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so both get them ahead."""
+"""Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so they are chosen before
+either starts."""
 MAX_PARENT_BYTES = 107 - len("/xray-12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Length of the path above Ray's directory: that of a Unix socket's may be 107."""
+"""Longest path above Ray's directory: the path of a Unix socket has at most 107 bytes."""
 POLL_SECONDS = 0.1
 
 
@@ -80,8 +82,8 @@ def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
 def private_ray() -> Iterator[None]:
     """Give a Ray that this process starts its own token, and a directory that only this user can open.
 
-    By default Ray uses one token for all runs of a user, and makes its directory readable for everyone, so the
-    directory above it must be closed.
+    By default Ray uses one token for all runs of a user, and makes its directory readable for everyone, so this user
+    alone must have access to the directory above it.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -142,7 +144,7 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_ray())
-        # After the environment of a private Ray is set, which its processes show as theirs.
+        # Its processes must inherit the environment of the private Ray.
         forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
         stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
         try:
@@ -154,14 +156,14 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
 
 def ray_servers(directory: Path | None = None) -> list[psutil.Process]:
     """Ray's servers that this process started, dead ones too, and every process of the Ray in `directory`."""
-    found = []
+    servers = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if process.name() in SERVERS or (
                 directory is not None and process.environ().get("RAY_TMPDIR") == str(directory)
             ):
-                found.append(process)
-    return found
+                servers.append(process)
+    return servers
 
 
 def is_dead(process: psutil.Process) -> bool:
@@ -182,7 +184,7 @@ def _connect(num_cpus: int, forks: ForkServer | None) -> None:
     directory = Path(os.environ["RAY_TMPDIR"])
     patience = Patience("Ray", lambda: ray_servers(directory), _logs(directory))
     try:
-        with _patiently(directory, patience.check, NEEDLESS, forks):
+        with _patient_node(directory, patience.check, alone=True, forks=forks):
             ray.init(include_dashboard=False, num_cpus=num_cpus, **options)
     except BaseException as error:
         # An incomplete node does not stop the processes it started.
@@ -195,64 +197,89 @@ def _connect(num_cpus: int, forks: ForkServer | None) -> None:
 
 
 @contextlib.contextmanager
-def _patiently(
-    directory: Path, check: Callable[[], None], left_out: Sequence[str] = (), forks: ForkServer | None = None
+def _patient_node(
+    directory: Path, check: Callable[[], None], *, alone: bool = False, forks: ForkServer | None = None
 ) -> Iterator[None]:
-    """While the context lasts, Ray waits for its servers until one dies or `check` raises.
+    """While the context lasts, Ray starts nodes that wait for their servers until one dies or `check` raises.
+
+    This is the only change to Ray's own code. Ray 2.60 has no option for it: `Node` gives a raylet 30 seconds, a raylet
+    gives its agents 15, and the API server, the autoscaler and the workers' command cannot be chosen.
+    `tests/component/test_local_ray.py` fails where another Ray does it differently.
 
     Args:
         directory: where Ray keeps its sessions.
-        left_out: methods of NEEDLESS to skip; without any, the dashboard's agent starts too.
-        forks: what workers start from, instead of Python.
+        alone: start nothing that a single machine does not need (NEEDLESS, and the dashboard's agent).
+        forks: starts the workers, instead of Python.
     """
     from ray import _raylet
     from ray._private import node, services
 
     raylet: Any = _raylet
-    before = ray_servers()
+    before, start_process = ray_servers(), services.start_ray_process
 
-    def until_it_works(call: Callable[..., Any], **limits: int) -> Callable[..., Any]:
-        def patient(*arguments: Any, **options: Any) -> Any:
-            while True:
-                try:
-                    return call(*arguments, **options | limits)
-                except RuntimeError:
-                    _check_alive([server for server in ray_servers() if server not in before], directory)
-                    check()
-                    time.sleep(POLL_SECONDS)
+    def wait_until(works: Callable[[], bool]) -> None:
+        _wait_until(works, check, lambda: [server for server in ray_servers() if server not in before], directory)
 
-        return patient
+    def start_changed(command: list[str], *arguments: Any, **options: Any) -> Any:
+        return start_process(_raylet_command(command, alone, forks), *arguments, **options)
 
-    start_raylet = node.Node.start_raylet
+    class PatientNode(node.Node):
+        def start_gcs_server(self) -> None:
+            # With a port of its own choice, Ray would wait half a minute for the file with its number.
+            params = self._ray_params
+            params.gcs_server_port = params.gcs_server_port or free_port()
+            super().start_gcs_server()
+            wait_until(lambda: _listens(self._node_ip_address, params.gcs_server_port))
 
-    def start_with_ports(self: Any, *arguments: Any, **options: Any) -> None:
-        for name in AGENT_PORTS:
-            if not getattr(self._ray_params, name):
-                setattr(self._ray_params, name, free_port())
-            # The raylet reads the port where the agent would write it.
-            raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
-        start_raylet(self, *arguments, **options)
+        def start_raylet(self, *arguments: Any, **options: Any) -> None:
+            for name in AGENT_PORTS:
+                if not getattr(self._ray_params, name):
+                    setattr(self._ray_params, name, free_port())
+                # The raylet reads the port from the file that the agent would write.
+                raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
+            services.start_ray_process = start_changed
+            try:
+                super().start_raylet(*arguments, **options)
+            finally:
+                services.start_ray_process = start_process
+            wait_until(lambda: _is_registered(self.gcs_address, self._node_id))
 
-    start_process = services.start_ray_process
-
-    def start_with_command(command: list[str], *arguments: Any, **options: Any) -> Any:
-        return start_process(_raylet_command(command, bool(left_out), forks), *arguments, **options)
-
-    changed: dict[tuple[Any, str], Any] = {
-        (services, "start_ray_process"): start_with_command,
-        (node.Node, "start_raylet"): start_with_ports,
-        (node, "wait_for_persisted_port"): until_it_works(node.wait_for_persisted_port, timeout_ms=1000),
-        (services, "get_node"): until_it_works(services.get_node),
-        **{(node.Node, name): lambda *_, **__: None for name in left_out},
-    }
-    kept = {(owner, name): getattr(owner, name) for owner, name in changed}
-    for (owner, name), value in changed.items():
-        setattr(owner, name, value)
+    for name in NEEDLESS if alone else ():
+        setattr(PatientNode, name, lambda *_, **__: None)
+    original = node.Node
+    node.Node = PatientNode
     try:
         yield
     finally:
-        for (owner, name), value in kept.items():
-            setattr(owner, name, value)
+        node.Node = original
+
+
+def _wait_until(
+    works: Callable[[], bool],
+    check: Callable[[], None],
+    servers: Callable[[], Sequence[psutil.Process]],
+    directory: Path,
+) -> None:
+    """Wait as long as all `servers` live and `check` raises nothing. Raises NotUpError."""
+    while not works():
+        _check_alive(servers(), directory)
+        check()
+        time.sleep(POLL_SECONDS)
+
+
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
+    return False
+
+
+def _is_registered(gcs_address: str, node_id: str) -> bool:
+    """Whether a raylet has told the GCS that it is up."""
+    from ray._private import services
+
+    with contextlib.suppress(RuntimeError):
+        return services.get_node(gcs_address, node_id) is not None
+    return False
 
 
 def _raylet_command(command: list[str], alone: bool, forks: ForkServer | None) -> list[str]:
@@ -262,7 +289,7 @@ def _raylet_command(command: list[str], alone: bool, forks: ForkServer | None) -
     if forks is not None:
         python = WORKERS + subprocess.list2cmdline([sys.executable])
         command = [argument.replace(python, WORKERS + forks.command, 1) for argument in command]
-        # They start in no time when they are wanted; those that start ahead belong to no job, and so to no server.
+        # Forks start at once; workers that start before they are needed have no job, and so no fork server.
         command = [PRESTART + "0" if argument.startswith(PRESTART) else argument for argument in command]
     return command
 
@@ -288,5 +315,5 @@ if __name__ == "__main__":
     # Ray reads them at its import.
     from ray.scripts.scripts import start
 
-    with _patiently(parent, lambda: None):
+    with _patient_node(parent, lambda: None):
         start(arguments)

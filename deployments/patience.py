@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 IDLE_SECONDS = 240.0
-"""A start has failed when for so long hardly any CPU time is used and nothing is logged."""
+"""A start has failed after this long with hardly any CPU time used and nothing logged."""
 WORKING = 0.01
 """Share of a core that a working process gets even among a hundred others. An idle server uses less."""
 CHECK_SECONDS = 1.0
@@ -60,11 +60,11 @@ class Patience:
         return [Path(folder) / name for folder, _, names in os.walk(self._log) for name in names]
 
 
-def end_of(log: Path, *signs: str) -> str:
-    """A log's path and its last line, preferably one with the first of `signs` that occurs."""
+def end_of(log: Path, *marks: str) -> str:
+    """A log's path and its last line, preferably one with the first of `marks` that occurs."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    found = (line.strip() for sign in (*signs, "") for line in reversed(lines) if sign in line and line.strip())
-    last = next(found, "")
+    matches = (line.strip() for mark in (*marks, "") for line in reversed(lines) if mark in line and line.strip())
+    last = next(matches, "")
     return f"The end of {log}: {last}" if last else f"Its log is {log}, and empty"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ QUEUE = "ray"
 SUSPENDED = "Suspended by X-ray:"
 """Start of the message of a run that X-ray resumes by itself, unlike one that waits for a person."""
 NO_HEARTBEAT = "No heartbeat: its process is gone."
-"""Message of the state of a run that Prefect found lost."""
+"""Message of the state of a run that Prefect detected as lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",
@@ -37,15 +37,16 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Deployment:
-    """A flow with parameters. Packages of other people add theirs as entry points of the group `xray.deployments`."""
+    """A flow with parameters. Other packages add theirs as entry points of the group `xray.deployments`."""
 
     name: str
-    description: str
     flow: str
     """`package.module.function`."""
+    description: str
     parameters: Mapping[str, object] = field(default_factory=dict)
+    _: KW_ONLY
     has_output: bool = True
     """Whether the flow takes the output directory of `xray up`, as `output`."""
     tags: tuple[str, ...] = ()
@@ -79,103 +80,89 @@ class Deployment:
         return entry
 
 
-def long_computations() -> list[Deployment]:
-    """X-ray's own flows that train."""
-    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
+def shipped() -> list[Deployment]:
+    """X-ray's own: those in QUEUE train, the others take minutes at most."""
+    config = read_mapping(CONFIGS / "quickstart.yaml")
+    quickstart, model = {"config": config}, f"{config['project']}-policy"
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
     return [
         Deployment(
-            name="lifecycle",
-            description="Data to registered policy, every night; unchanged stages come from the cache.",
-            flow="xray.flows.lifecycle.lifecycle",
-            parameters=quickstart,
+            "lifecycle",
+            "xray.flows.lifecycle.lifecycle",
+            "Data to registered policy, every night; unchanged stages come from the cache.",
+            quickstart,
             queue=QUEUE,
             schedule=("nightly", "0 2 * * *"),
         ),
         Deployment(
-            name="lifecycle-tiny",
-            description="The smallest complete lifecycle, to check that everything works.",
-            flow="xray.flows.lifecycle.lifecycle",
-            parameters={"config": read_mapping(CONFIGS / "tiny.yaml")},
+            "lifecycle-tiny",
+            "xray.flows.lifecycle.lifecycle",
+            "The smallest complete lifecycle, to check that everything works.",
+            {"config": read_mapping(CONFIGS / "tiny.yaml")},
             tags=("try",),
             queue=QUEUE,
         ),
         Deployment(
-            name="flywheel",
-            description="Make a candidate of the feedback since the last cycle; a person promotes it.",
-            flow="xray.flows.flywheel.flywheel",
-            parameters={"config": {"dpo": {}}},
+            "flywheel",
+            "xray.flows.flywheel.flywheel",
+            "Make a candidate of the feedback since the last cycle; a person promotes it.",
+            {"config": {"dpo": {}}},
             queue=QUEUE,
             schedule=("nightly", "0 4 * * *"),
         ),
         Deployment(
-            name="tune",
-            description="Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
-            flow="xray.flows.tune.tune",
-            parameters=quickstart | {"search": search},
+            "tune",
+            "xray.flows.tune.tune",
+            "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
+            quickstart | {"search": search},
             queue=QUEUE,
             extra="ops",
         ),
-    ]
-
-
-def short_flows() -> list[Deployment]:
-    """X-ray's own flows that take minutes at most."""
-    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
-    model = f"{quickstart['config']['project']}-policy"
-    return [
         Deployment(
-            name="audit",
-            description="Check every byte, record and alias; fails, with an event, if one was changed.",
-            flow="xray.flows.audit.audit",
+            "audit",
+            "xray.flows.audit.audit",
+            "Check every byte, record and alias; fails, with an event, if one was changed.",
             schedule=("hourly", "17 * * * *"),
             one_at_a_time=True,
         ),
         Deployment(
-            name="plan",
-            description="Show where the models of a config would run, and what memory they need.",
-            flow="xray.flows.plan.plan",
-            parameters=quickstart,
+            "plan",
+            "xray.flows.plan.plan",
+            "Show where the models of a config would run, and what memory they need.",
+            quickstart,
             has_output=False,
         ),
         Deployment(
-            name="promote",
-            description="Make the candidate champion if it passes and a person approves on the run's page.",
-            flow="xray.flows.promote.promote",
-            parameters={"name": model},
+            "promote",
+            "xray.flows.promote.promote",
+            "Make the candidate champion if it passes and a person approves on the run's page.",
+            {"name": model},
         ),
         Deployment(
-            name="rollback",
-            description="Make the previous champion the champion again.",
-            flow="xray.flows.promote.rollback",
-            parameters={"name": model},
+            "rollback", "xray.flows.promote.rollback", "Make the previous champion the champion again.", {"name": model}
         ),
         Deployment(
-            name="export",
-            description="Write a checkpoint, its ancestors, their records and the public key to one archive.",
-            flow="xray.flows.export.export",
-            parameters={"reference": f"{model}@candidate"},
+            "export",
+            "xray.flows.export.export",
+            "Write a checkpoint, its ancestors, their records and the public key to one archive.",
+            {"reference": f"{model}@candidate"},
         ),
         Deployment(
-            name="prune",
-            description="List checkpoints that nothing needs any more; with `remove`, delete them.",
-            flow="xray.flows.prune.prune",
+            "prune",
+            "xray.flows.prune.prune",
+            "List checkpoints that nothing needs any more; with `remove`, delete them.",
         ),
     ]
 
 
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every deployment, as an entry of prefect.yaml. Raises ValueError: two have one name."""
-    found: dict[str, Deployment] = {}
-    for each in (
-        *long_computations(),
-        *short_flows(),
-        *(point.load() for point in entry_points(group="xray.deployments")),
-    ):
-        if each.name in found:
-            raise ValueError(f"deployment {each.name!r} is there twice: {found[each.name].flow}, {each.flow}")
-        found[each.name] = each
-    return [each.entry(values) for each in found.values() if each.extra is None or not missing_packages(each.extra)]
+    by_name: dict[str, Deployment] = {}
+    for each in (*shipped(), *(point.load() for point in entry_points(group="xray.deployments"))):
+        if each.name in by_name:
+            raise ValueError(f"deployment {each.name!r} is defined twice: {by_name[each.name].flow}, {each.flow}")
+        by_name[each.name] = each
+    return [each.entry(values) for each in by_name.values() if each.extra is None or not missing_packages(each.extra)]
 
 
 class _Dumper(yaml.SafeDumper):

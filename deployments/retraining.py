@@ -14,7 +14,7 @@ from xray_runtime.kernel.errors import error_summary
 def schedule_cycle(output: Path) -> str | None:
     """Start a run of the deployed flow `flywheel` that works in `output`; returns its name.
 
-    None where there is no server, or no such deployment: the next cycle begins with what was withdrawn anyway.
+    None where there is no server, or no such deployment: the next cycle applies the withdrawal then.
 
     Raises:
         ConfigError: the server does not answer.
@@ -24,8 +24,12 @@ def schedule_cycle(output: Path) -> str | None:
     try:
         with get_client(sync_client=True) as client:
             for deployment in client.read_deployments():
-                place = str((deployment.parameters or {}).get("output", ""))
-                if "flywheel" in (deployment.tags or []) and place and Path(place).absolute() == output.absolute():
+                directory = str((deployment.parameters or {}).get("output", ""))
+                if (
+                    "flywheel" in (deployment.tags or [])
+                    and directory
+                    and Path(directory).absolute() == output.absolute()
+                ):
                     return client.create_flow_run_from_deployment(deployment.id).name
     # Prefect's client raises errors of several libraries.
     except Exception as error:

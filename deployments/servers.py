@@ -113,8 +113,8 @@ def worker(home: ServerHome, state: State) -> Service:
 
     def healthy(since: float) -> bool:
         with contextlib.suppress(OSError, ValueError):
-            found = ask(f"{api}/work_pools/{POOL}/workers/filter", {})
-            beats = [datetime.fromisoformat(w["last_heartbeat_time"]) for w in found if w["name"] == name]
+            workers = ask(f"{api}/work_pools/{POOL}/workers/filter", {})
+            beats = [datetime.fromisoformat(w["last_heartbeat_time"]) for w in workers if w["name"] == name]
             return any(beat.timestamp() >= since - 1 for beat in beats)
         return False
 

@@ -115,13 +115,13 @@ def _was_found_lost(run: dict[str, Any], since: float) -> bool:
 
 def run_processes(worker_tag: str) -> dict[str, psutil.Process]:
     """Flow run id → its process, of the worker with this process tag."""
-    found = {}
+    processes = {}
     for process in tagged(worker_tag):
         with contextlib.suppress(psutil.Error, OSError):
             run = process.environ().get(RUN_ID)
             if run and "prefect.engine" in process.cmdline():
-                found[run] = process
-    return found
+                processes[run] = process
+    return processes
 
 
 def _suspended(message: str, reschedule: bool = True) -> dict[str, Any]:
@@ -136,5 +136,5 @@ def _runs(api: str, states: Iterable[str]) -> list[dict[str, Any]]:
         "sort": "START_TIME_DESC",
         "limit": MAX_RUNS,
     }
-    found: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query, PATIENCE_SECONDS)
-    return found
+    runs: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query, PATIENCE_SECONDS)
+    return runs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
-from xray_runtime.engines.layouts import PlugSection
+from xray_runtime.kernel.config.plug_section import PlugSection
 from xray_runtime.kernel.graph.kind_help import field_help, meanings, role_text, summary, tag
 
 if TYPE_CHECKING:

@@ -176,12 +176,7 @@ def rollback(
 
 @flow(name="compare", flow_run_name="compare {name}", task_runner=task_runner(), persist_result=False)
 def compare(
-    output: str,
-    name: str,
-    candidate: str,
-    champion: str,
-    tracking_uri: str | None = None,
-    verdicts: str | None = None,
+    output: str, name: str, candidate: str, champion: str, tracking_uri: str | None = None, verdicts: str | None = None
 ) -> str:
     """Let candidate and champion (their sha256s) answer the same held-out prompts; returns the comparison's sha256.
 

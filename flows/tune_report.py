@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from xray.flows.search import SearchConfig
-from xray.flows.study import ERROR, PLACE, VALUES, Search
+from xray.flows.study import DIRECTORY, ERROR, VALUES, Search
 from xray_runtime.kernel.config.loading import to_yaml
 from xray_runtime.kernel.evidence.log import read_run
 from xray_runtime.kernel.files import write_atomic
@@ -51,15 +52,15 @@ def report(search: Search) -> dict[str, Any]:
 
 
 def _entry(directory: Path, number: int, trial: FrozenTrial) -> dict[str, Any]:
-    place = directory / "trials" / trial.user_attrs[PLACE]
+    trial_directory = directory / "trials" / trial.user_attrs[DIRECTORY]
     return {
-        "directory": str(place),
+        "directory": str(trial_directory),
         "number": number,
         "values": trial.user_attrs[VALUES],
         "state": STATES.get(trial.state, "failed"),
         "value": trial.value if trial.state == TrialState.COMPLETE else None,
         "error": trial.user_attrs.get(ERROR),
-        "run_id": read_run(place).get("run_id"),
+        "run_id": read_run(trial_directory).get("run_id"),
     }
 
 
@@ -75,26 +76,26 @@ def figure(results: dict[str, Any], search: SearchConfig) -> bytes:
     from matplotlib.figure import Figure
 
     trials = [trial for trial in results["trials"] if trial["state"] == "finished"]
-    shares = results["importance"]
-    paths = sorted(search.fields, key=lambda path: -shares.get(path, 0.0))
+    numbers, values = [trial["number"] for trial in trials], [trial["value"] for trial in trials]
+    paths = sorted(search.fields, key=lambda path: -results["importance"].get(path, 0.0))
     columns = min(3, len(paths) + 1)
     rows = -(-(len(paths) + 1) // columns)
     picture = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
-    axes = picture.add_subplot(rows, columns, 1)
-    style(axes, f"{search.metric} ({search.mode}) by trial")
-    axes.plot([t["number"] for t in trials], [t["value"] for t in trials], "o", color=COLORS[0], markersize=4)
-    choose = max if search.mode == "max" else min
-    best = [choose(t["value"] for t in trials[: i + 1]) for i in range(len(trials))]
-    axes.step([t["number"] for t in trials], best, where="post", color=COLORS[1], linewidth=1.4)
+    by_trial, *by_field = picture.subplots(rows, columns, squeeze=False).flat
+    style(by_trial, f"{search.metric} ({search.mode}) by trial")
+    by_trial.plot(numbers, values, "o", color=COLORS[0], markersize=4)
+    best = accumulate(values, max if search.mode == "max" else min)
+    by_trial.step(numbers, list(best), where="post", color=COLORS[1], linewidth=1.4)
     for trial in results["trials"]:
         if trial["state"] != "finished":
-            axes.axvline(trial["number"], color=COLORS[3], linewidth=0.8, linestyle=":")
-    for place, path in enumerate(paths, start=2):
-        axes = picture.add_subplot(rows, columns, place)
-        share = f" ({100 * shares[path]:.0f}%)" if path in shares else ""
-        style(axes, f"{path}{share}")
-        shown = [_shown(trial["values"][path]) for trial in trials]
-        axes.plot(shown, [trial["value"] for trial in trials], "o", color=COLORS[2], markersize=4)
+            by_trial.axvline(trial["number"], color=COLORS[3], linewidth=0.8, linestyle=":")
+    for path, axes in zip_longest(paths, by_field):
+        if path is None:
+            axes.remove()
+            continue
+        share = results["importance"].get(path)
+        style(axes, path if share is None else f"{path} ({100 * share:.0f}%)")
+        axes.plot([_shown(trial["values"][path]) for trial in trials], values, "o", color=COLORS[2], markersize=4)
         if search.fields[path].log:
             axes.set_xscale("log")
     buffer = io.BytesIO()
@@ -121,8 +122,8 @@ def print_results(console: Console, results: dict[str, Any], search: SearchConfi
             note = "best"
         rows.append([*_cells(trial, search), note])
     print_table(console, (*columns, ""), rows, right=columns)
-    lines = [f"importance  {', '.join(f'{path} {100 * share:.0f}%' for path, share in results['importance'].items())}"]
-    lines = lines if results["importance"] else []
+    importance = ", ".join(f"{path} {100 * share:.0f}%" for path, share in results["importance"].items())
+    lines = [f"importance  {importance}"] if importance else []
     if best is not None:
         lines.append(f"best        trial {best['number']}, {search.metric} {best['value']:.4g}: {directory / BEST}")
     lines += [f"record      {directory / RESULTS}", f"picture     {directory / FIGURE}"]

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import local_node, this_machine
+from xray_runtime.kernel.config.section import sections
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.credentials import strip_credentials
 from xray_runtime.kernel.graph.graph import Graph, StageCall
@@ -42,19 +43,24 @@ def check_before_start(graph: Graph) -> None:
 
 
 def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resources] | None) -> None:
-    """Check that the cluster has the stages' resources, and that hubs have the repositories that they name.
+    """Check that the cluster has the stages' resources, hubs the repositories that they name, and that services answer.
 
     Args:
         nodes: resources of each node. None: skip the check, because the cluster is not connected yet.
 
     Raises:
-        ConfigError: like `check_call` and `check_on_hub`.
+        ConfigError: like `check_call`, `check_on_hub` and `Section.check_services`.
     """
     for call in calls:
         if nodes is not None:
             check_call(call, device, nodes)
-        for field, value in call.kind.outside(call.config).items():
+        for field, value in call.kind.outside_of(call.config).items():
             check_on_hub(value, f"{call.name}.{field}", "model" if field == "model" else "dataset")
+        for path, section in sections(call.config, call.name):
+            try:
+                section.check_services(call.runtime.model_copy(update={"device": device}))
+            except ValueError as error:
+                raise ConfigError(f"{path}.{error}") from None
 
 
 def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:

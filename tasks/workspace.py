@@ -35,6 +35,7 @@ from xray_runtime.cluster.pool.nodes import node_addresses, nodes, only_node
 from xray_runtime.cluster.pool.placement import cluster_machine, with_device
 from xray_runtime.cluster.pool.pool import open_worker_pool
 from xray_runtime.cluster.progress import open_progress
+from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
@@ -42,7 +43,6 @@ from xray_runtime.kernel.cores import load
 from xray_runtime.kernel.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.kernel.graph.graph import Graph, StageCall
 from xray_runtime.kernel.graph.handles import Handle
-from xray_runtime.kernel.graph.roles import check_left_open
 from xray_runtime.kernel.graph.stage_identity import code_of
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.processes import tighten_umask
@@ -175,8 +175,7 @@ class Workspace(Graph):
     def laid_out(self, call: StageCall) -> StageCall:
         if self.runtime.parallel != "auto":
             return call
-        check_left_open(call.name, call.kind.models(call.config).values())
-        call, text = choose_layouts(call, self._machine, nodes())
+        call, text = choose_layouts(super().laid_out(call), self._machine, nodes())
         if text is not None:
             log.info(text)
         return call
@@ -308,7 +307,7 @@ class Workspace(Graph):
             self._prestarted = active, len(self.calls)
             following = self._following(active)
             for call in [*following, *self._following({call.name for call in following})]:
-                prestart_models(call.kind.models(call.config), call.runtime, self.context.run_id)
+                prestart_models(models_of(call), call.runtime, self.context.run_id)
         except Exception:
             # The next stage starts missing processes itself, and the following thread must not end.
             log.debug("no processes were started ahead", exc_info=True)

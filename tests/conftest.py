@@ -1,7 +1,11 @@
 """What holds for all tests."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import Phase, settings
+
+from tests.message_texts import Messages
 
 # No test asserts a wall time.
 # Explaining a failure traces it, and CPython 3.11 can loop without end in `sys.settrace`.
@@ -13,3 +17,9 @@ settings.load_profile("xray")
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow keeps the address it was last given in the environment, where the next test would find it."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def message_texts(request: pytest.FixtureRequest, tmp_path: Path) -> Messages:
+    """What the test is told, compared with tests/messages."""
+    return Messages(request.path, request.node.name, tmp_path)

@@ -41,12 +41,13 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     from xray_runtime.algorithms.schedules import learning_rate
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.protocols import get
+    from xray_runtime.data.batch import StepTotals
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.conversations import ConversationTokens
     from xray_runtime.kernel.seeding import derive_seed
     from xray_runtime.methods.common.training.dataset import max_prompt_tokens
     from xray_runtime.methods.common.training.resumable import Resumable
-    from xray_runtime.methods.common.training.steps import SFTSums, StepTotals, read_step
+    from xray_runtime.methods.common.training.steps import SFTSums, read_step
     from xray_runtime.models.causal_lm import load_tokenizer
     from xray_runtime.models.objectives import SFTObjective
 
@@ -65,7 +66,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
             nll = get(models["teacher"].score.remote(batch)).nll
             likely = batch.take(np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
             tokens = likely.num_response_tokens()
-            totals, lr = StepTotals(tokens=tokens).to_wire(), learning_rate(config, step, config.steps)
+            totals, lr = StepTotals.of(likely), learning_rate(config, step, config.steps)
             made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
             recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)
             recorder.progress(step + 1, config.steps, "steps")

@@ -25,7 +25,7 @@ _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
     "xray.tasks.result": ("Result",),
     "xray.tasks.workspace": ("Workspace",),
-    "xray_runtime.agents.environments.protocol": ("Start", "Step"),
+    "xray_runtime.methods.common.environment_protocol": ("Start", "Step"),
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
@@ -49,7 +49,7 @@ _WHERE = {
     ),
     "xray_runtime.kernel.graph.handles": ("Handle", "reward"),
     "xray_runtime.kernel.graph.kind": ("Recorder", "StageKind", "stage_kind"),
-    "xray_runtime.kernel.graph.roles": ("ModelRole", "frozen", "sampled", "trained"),
+    "xray_runtime.engines.roles": ("ModelRole", "frozen", "sampled", "trained"),
     "xray_runtime.methods.ppo.published": ("Method",),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}

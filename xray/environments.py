@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xray_runtime.agents.environments.adapters import from_gymnasium, from_tools, tool_schema
 from xray_runtime.agents.environments.http import from_http
-from xray_runtime.agents.environments.protocol import Environment, Start, Step
 from xray_runtime.agents.environments.reasoning_gym import from_reasoning_gym, write_items
+from xray_runtime.methods.common.environment_protocol import Environment, Start, Step
 
 __all__ = [
     "Environment",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.kernel.graph.roles import Use
+from xray_runtime.engines.roles import Use
 from xray_runtime.models.shapes import from_parameter_count
 from xray_runtime.ops.planner.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
 from xray_runtime.ops.planner.memory import Layout

@@ -16,16 +16,16 @@ import ray
 from benchmarks.cluster_sim.cost import Estimate
 from benchmarks.cluster_sim.nodes import GPUNodes, driver_bytes, store_bytes
 from benchmarks.cluster_sim.workhorse import Scale, SimSpec, SimWorkhorse
-from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.opening import WORKHORSES, model_opener
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.engines.roles import Use
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.kernel.graph.roles import Use
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.kernel.tracking.recorder import StageRecorder, read_points
 from xray_runtime.methods.common.inputs import PPOInputs
@@ -33,6 +33,8 @@ from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.rewards.kinds.model import RewardModelTerm
+
+WORKHORSES[SimSpec] = SimWorkhorse
 
 RUN_ID, STAGE, KEY = "cluster-sim", "ppo-1", "simulated-stage"
 PROMPT_TOKENS = 256

@@ -21,7 +21,7 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import Tried
 from xray_runtime.cluster.types import Heartbeat, RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sync.route import Device
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -61,10 +61,6 @@ class SimSpec:
     @property
     def layout(self) -> Any:
         return self.spec.layout
-
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return SimWorkhorse
 
     def located(self, find: Callable[[Path], Path]) -> SimSpec:
         return replace(self, spec=self.spec.located(find))
@@ -123,7 +119,7 @@ class SimWorkhorse(Workhorse):
             return Scores(scores=(rows.input_ids.values[rows.input_ids.offsets[1:] - 2] % 5).astype(np.float32))
         return Scores(ref_logprobs=_logprobs(rows)) if role == "reference" else Scores(logprobs=_logprobs(rows))
 
-    def train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         self._work("train", self._share(rows))
         counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
         scores = Scores() if "old_logprobs" in rows else Scores(old_logprobs=_logprobs(rows))

@@ -21,7 +21,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import reserve_port
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
@@ -120,7 +120,7 @@ def generator_sleep(setting: Setting) -> dict[str, Any]:
 
 
 def neighbour(setting: Setting) -> dict[str, Any]:
-    """vLLM starts while another process takes a third of the GPU, and neither bills the other's memory to itself."""
+    """vLLM starts while another process takes a third of the GPU, and neither counts the other's memory as its own."""
     context = multiprocessing.get_context("spawn")
     begin, end = context.Event(), context.Event()
     wanted = torch.cuda.get_device_properties(0).total_memory // 3
@@ -149,7 +149,7 @@ def _grow(wanted: int, begin: Any, end: Any) -> None:
 def sync_memory(setting: Setting, lora: LoRAConfig | None = None) -> dict[str, Any]:
     """A step of the policy reaches vLLM through shared memory: seconds, bytes, and the mismatch afterwards."""
     spec = setting.spec(lora, zero_stage=0)
-    totals = {"tokens": float(setting.rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(setting.rows.num_response_tokens()))
     with generator(setting, "vllm") as model, setting.learner(spec) as learner:
         before = model.generate(prompts(setting), sampling(setting), 0)
         learner.train(setting.rows, totals, SYNC_LR)
@@ -188,7 +188,7 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"], lora: LoRAC
     runtime = setting.runtime(weight_transfer=transport, gpus_per_workhorse=0.5 if transport == "ipc" else 1.0)
     spec = setting.spec(lora, zero_stage=0)
     specs: dict[str, Any] = {"generator": GeneratorSpec(setting.model, max_length(setting)), "policy": spec}
-    totals = {"tokens": float(setting.rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(setting.rows.num_response_tokens()))
     with model_opener(runtime, setting.folder / transport, "gpu-acceptance")(specs) as models:
         asked = prompts(setting), sampling(setting, temperature=0.7)
         ray.get(models["policy"].train.remote(setting.rows, totals, SYNC_LR))

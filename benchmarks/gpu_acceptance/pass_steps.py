@@ -9,31 +9,35 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_acceptance.generation_steps import MISMATCH
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import LR, NUM_STEPS
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import ReferenceObjective, SFTObjective, Tensors, Texts, last_hidden
+from xray_runtime.models.objectives import Component, Forward, Objective, ReferenceObjective, SFTObjective, Terms, Texts
 
 SHOWN_KERNELS = 40
 
 
+class BodyAlone(Component[Forward[Texts]]):
+    """No logits."""
+
+    logged = "nll"
+
+    def terms(self, forward: Forward[Texts], totals: StepTotals) -> Terms:
+        return Terms(forward.hidden.float())
+
+
 @dataclass(frozen=True)
-class BodyObjective:
-    """The body alone: no logits."""
+class BodyObjective(Objective[Forward[Texts]]):
+    """The body alone."""
 
-    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
-        raise TypeError("only its loss is measured")
-
-    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        total = last_hidden(module, rows).float().sum()
-        return total / totals["tokens"], {"nll": total.detach()}
+    def components(self, module: HeadedLM) -> tuple[BodyAlone]:
+        return (BodyAlone(),)
 
 
 def _fastest(setting: Setting, work: Callable[[], object]) -> float:
@@ -51,7 +55,7 @@ def _fastest(setting: Setting, work: Callable[[], object]) -> float:
 def profile(setting: Setting) -> dict[str, Any]:
     """Head against body: a step with the loss and one without logits. The kernels of one step are in `profile.txt`."""
     precision = "bfloat16" if setting.device == "cuda" else "float32"
-    rows, totals = setting.rows, {"tokens": float(setting.rows.num_response_tokens())}
+    rows, totals = setting.rows, StepTotals(tokens=float(setting.rows.num_response_tokens()))
     seconds: dict[str, float] = {}
     for name, objective in (("whole", SFTObjective()), ("body", BodyObjective())):
         with setting.learner(setting.spec(objective=objective, precision=precision, zero_stage=1)) as learner:
@@ -69,7 +73,7 @@ def profile(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _profiled(setting: Setting, learner: Learner, rows: TextBatch, totals: dict[str, float]) -> float:
+def _profiled(setting: Setting, learner: Learner, rows: TextBatch, totals: StepTotals) -> float:
     """Seconds in which the device worked, in one step."""
     from torch.profiler import ProfilerActivity
 

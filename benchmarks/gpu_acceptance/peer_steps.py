@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks.gpu_acceptance.setting import SEED, Setting, check
 from benchmarks.gpu_acceptance.training_steps import NUM_STEPS, run_steps
-from xray_runtime.data.batch import PolicyBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.config import KLConfig, PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
@@ -132,7 +132,7 @@ def grpo_rows(setting: Setting) -> PolicyBatch:
 def grpo(setting: Setting) -> dict[str, Any]:
     """GRPO's clipped update with given advantages: loss and tokens a second."""
     rows = grpo_rows(setting)
-    totals, tokens = {"tokens": float(rows.num_response_tokens())}, rows.num_response_tokens()
+    totals, tokens = StepTotals(tokens=float(rows.num_response_tokens())), rows.num_response_tokens()
     config = PPOStageConfig(method="grpo", dual_clip=None, kl=KLConfig(place="reward"))
     spec = setting.spec(objective=PPOObjective(config), precision=_precision(setting))
     seconds, losses = [], []

@@ -12,6 +12,7 @@ from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.generation_steps import SYNC_LR, max_length, prompts, sampling
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
 from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.data.batch import StepTotals
 
 ITERATIONS = 3
 """The last sync brings weights that the generator dropped: those of the second, which were all."""
@@ -37,7 +38,7 @@ def in_turn(setting: Setting) -> dict[str, Any]:
         max_num_seqs=setting.size.num_rows,
     )
     specs: dict[str, Any] = {"generator": GeneratorSpec(setting.model, max_length(setting)), "policy": spec}
-    totals, before = {"tokens": float(setting.rows.num_response_tokens())}, free_bytes()
+    totals, before = StepTotals(tokens=float(setting.rows.num_response_tokens())), free_bytes()
     most: dict[str, int] = {}
     seconds: dict[str, float] = {}
     start_ray(num_cpus=4)

@@ -29,10 +29,7 @@ def train_ranks(setting: Setting, **engine: Any) -> dict[str, Any]:
     peaks = [steps.peak_bytes for steps in ranks if steps.peak_bytes is not None]
     check(len({steps.grad_norm for steps in ranks}) == 1, "ranks disagree on the gradient norm")
     merged = replace(
-        ranks[0],
-        losses=losses,
-        seconds=max(steps.seconds for steps in ranks),
-        peak_bytes=max(peaks) if peaks else None,
+        ranks[0], losses=losses, seconds=max(steps.seconds for steps in ranks), peak_bytes=max(peaks) if peaks else None
     )
     return figures(setting, spec, merged, num_gpus=NUM_RANKS if setting.device == "cuda" else 1)
 

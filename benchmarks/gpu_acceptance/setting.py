@@ -173,11 +173,7 @@ class Setting:
     def spec(self, lora: LoRAConfig | None = None, objective: Objective | None = None, **engine: Any) -> ModelSpec:
         """The model for SFT, or another `objective`, with these fields of its engine (default: float32)."""
         fields: dict[str, Any] = {"precision": "float32", "micro_batch_tokens": self.size.micro_batch_tokens}
-        config = SFTConfig(
-            weight_decay=0.0,
-            lora=lora,
-            engine=EngineConfig(**fields | engine),
-        )
+        config = SFTConfig(weight_decay=0.0, lora=lora, engine=EngineConfig(**fields | engine))
         return ModelSpec(self.model, objective or SFTObjective(), training=config)
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from benchmarks.gpu_acceptance.machine_steps import matmul_flops
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes, weights_digest
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.shapes import ModelShape
@@ -66,7 +66,7 @@ def run_steps(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Te
     losses, norms, seconds = [], [], []
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
-        stats = learner.train(deal(rows), {"tokens": tokens}, LR).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), LR).sums
         seconds.append(time.perf_counter() - start)
         losses.append(stats.get("nll", 0.0) / tokens)
         norms.append(stats["grad_norm"])
@@ -132,7 +132,7 @@ def lora(setting: Setting) -> dict[str, Any]:
 def snapshots(setting: Setting) -> dict[str, Any]:
     """Save and load: the same bits come back, in place and in a new engine; seconds and bytes."""
     directory, spec = setting.folder / "snapshot", setting.spec(precision="bfloat16", zero_stage=2)
-    totals = {"tokens": float(setting.rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(setting.rows.num_response_tokens()))
     directory.mkdir()
     try:
         with setting.learner(spec) as learner:
@@ -157,7 +157,7 @@ def snapshots(setting: Setting) -> dict[str, Any]:
 def trainer_sleep(setting: Setting) -> dict[str, Any]:
     """A sleeping trainer's bytes are free for others, and come back as they were."""
     spec = setting.spec(precision="bfloat16", zero_stage=2)
-    totals = {"tokens": float(setting.rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(setting.rows.num_response_tokens()))
     with setting.learner(spec, trainer_sleeps=True) as learner:
         learner.train(setting.rows, totals, LR)
         before, awake = weights_digest(learner), free_bytes()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
-
-import httpx
 
 import xray
 
@@ -39,20 +36,3 @@ class Clock(Letters):
 
     def answer(self, letters: int) -> str:
         return str(time.time_ns() % 10**9)
-
-
-def spell(task: Mapping[str, Any]) -> float:
-    """An agent with two slow calls; letters are its reward."""
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
-    letters = 0
-    for _ in range(2):
-        body = {"model": "policy", "messages": messages}
-        headers = {"authorization": f"Bearer {key}"}
-        answer = httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600)
-        answer.raise_for_status()
-        text = answer.json()["choices"][0]["message"]["content"]
-        letters += len(text)
-        time.sleep(PAUSE_S)
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(letters)}]
-    return letters / 10

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ HIT_SECONDS = 10
 LEFT_SECONDS = 20
 """Time for the processes of a run to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+"""What is drawn; a case may also say "interrupt", as Ctrl-C does."""
+SIGNALS = ACTIONS | {"interrupt": signal.SIGINT}
 STALL_SECONDS = 60
 """Time without progress after which a run counts as hung. On a busy machine, the start alone may take this long."""
 OVERRIDES = (
@@ -122,8 +124,6 @@ class Lifecycle:
     """(seed, stage) → a case."""
     moment: Callable[[Path, str], str | None] = lambda output, stage: ""
     """(output, stage) → description of the moment; None: the fault must wait, even if its delay is over."""
-    elsewhere: Callable[[], Sequence[psutil.Process]] = lambda: ()
-    """Processes that may be targets too: those on a Ray that the command does not start."""
 
 
 TINY = Lifecycle()
@@ -208,7 +208,7 @@ def _run(command: Command, cases: list[Case]) -> list[Fault]:
 def _inject(victim: psutil.Process, action: str) -> tuple[bool, str]:
     """(whether the fault hit, what happened)."""
     try:
-        victim.send_signal(ACTIONS[action])
+        victim.send_signal(SIGNALS[action])
     except psutil.Error:
         return False, f"{victim.pid} had ended already"
     try:
@@ -268,14 +268,15 @@ def none_left(mark: str, seconds: float = LEFT_SECONDS) -> None:
 
 
 def _repeat_if_ended(process: subprocess.Popen[bytes], command: Command) -> subprocess.Popen[bytes]:
-    """Repeat a command that was killed or interrupted, or ended for lack of disk space, as a user would."""
+    """Repeat a command that was killed or interrupted, or ended for lack of disk space, as a user would. It must have
+    left no process behind."""
     code = process.poll()
     if code is None or code == 0:
         return process
     disk_full = os.path.ismount(command.output) and "No space left" in command.log.read_text()
     if code not in (-signal.SIGKILL, 130) and not disk_full:
         raise RuntimeError(f"{command.output}: the command ended with {code}; see {command.log}")
-    time.sleep(4)
+    none_left(command.mark)
     return command.start()
 
 
@@ -329,8 +330,7 @@ def _find(supervisor: subprocess.Popen[bytes], command: Command, case: Case) -> 
         if case.target == "supervisor":
             return root
         pattern = command.lifecycle.targets[case.target].format(stage=case.stage)
-        processes = (*root.children(recursive=True), *command.lifecycle.elsewhere())
-        return next((p for p in processes if pattern in " ".join(_command(p))), None)
+        return next((p for p in root.children(recursive=True) if pattern in " ".join(_command(p))), None)
     except psutil.Error:
         return None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.store.published import IDENTITY
+from tests.unit.kernel.store.published import IDENTITY
 from xray_runtime.cluster.pool.libraries import REPRODUCIBLE
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.processes import QUIET, kill_tagged, start_reaper
@@ -32,6 +34,19 @@ for name in (name for name in QUIET if name.startswith("RAY_")):
 TINY = FreshBase(
     vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64
 )
+
+
+RANKS = ("test_layouts.py", "test_megatron.py", "test_options.py", "test_non_finite.py")
+"""Tests of ranks that are forked from one process, which takes seconds to start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What workers run together (`--dist loadgroup`): a file, and files that share a server."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            shared = "ranks" if item.path.name in RANKS else item.path.name
+            is_on_server = "prefect" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("prefect" if is_on_server else shared))
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +90,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, TINY.vocab_size)
     save_model(fresh_llama(TINY, tokenizer, seed=1), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def nan_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint with one weight that is NaN."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("nan") / "model"
+    shutil.copytree(tiny_model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.layouts import (
     Run,
@@ -38,3 +40,13 @@ def part(
     if goes is not None:
         learner.save_state(goes)
     return done
+
+
+def short_of(names: Iterable[str], *short: str) -> list[Any]:
+    """Cases of a parametrized test: all but the `short` ones are long."""
+    return [pytest.param(name, marks=[] if name in short else pytest.mark.long) for name in names]
+
+
+def last_line(failure: BaseException) -> str:
+    """The message of the error that ended a rank, whose whole traceback `failure` has."""
+    return str(failure).strip().splitlines()[-1]

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import open_models
-from tests.unit.environments import caller, samples
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.agents.environments import caller, samples
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN

@@ -13,7 +13,7 @@ import transformers
 from tests.component.models import open_models
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.batch import PromptBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
@@ -49,7 +49,7 @@ def test_the_generator_follows_a_trained_policy(
             return ray.get(generator.generate.remote(asked, SAMPLING, version)).rollout_logprobs.values
 
         before = ask(0)
-        ray.get(policy.train.remote(text, {"tokens": 5.0}, 0.05))
+        ray.get(policy.train.remote(text, StepTotals(tokens=5.0), 0.05))
         ray.get(generator.follow.remote(policy, 1))
         direct = ask(1)
         assert (direct != before).any()
@@ -75,7 +75,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
         spec = ModelSpec(tmp_path / "model", SFTObjective(), training=training)
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
             for _ in range(3):
-                stats[sleeps] = ray.get(models["policy"].train.remote(rows, {"tokens": 7.0}, 1e-3)).sums
+                stats[sleeps] = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=7.0), 1e-3)).sums
                 if sleeps:
                     awake = torch.cuda.mem_get_info()[0]
                     ray.get(models["policy"].sleep.remote())

@@ -20,13 +20,14 @@ from tests.component.models import gone, open_models, pids, text
 from xray_runtime.cluster import heartbeat
 from xray_runtime.cluster.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.cores import load
 from xray_runtime.kernel.errors import may_retry, root_cause
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.models.objectives import Component, SFTObjective, Terms
 
 LIMIT_SECONDS = 5.0
 COLLECTIVE_SECONDS = 20.0
@@ -40,15 +41,33 @@ BUSY_SECONDS = 20.0
 class Moody(SFTObjective):
     """An objective whose rank 1 does in a step what `totals` says, while rank 0 waits for it in an all-reduce."""
 
-    def loss(self, module: HeadedLM, rows: dict[str, Any], totals: dict[str, float]) -> tuple[Any, dict[str, Any]]:
-        if "blind" in totals:
-            # As under NCCL, whose calls return at once: no frame tells who waits.
-            heartbeat.COLLECTIVES = ()
-        if torch.distributed.get_rank() == 1:
-            time.sleep(totals.get("sleep", 0.0))
-            if "raise" in totals:
-                raise KeyError("rank one is moody")
-        return super().loss(module, rows, totals)
+    def components(self, module: HeadedLM) -> Any:
+        return (*super().components(module), Mood())
+
+
+class Mood(Component[Any]):
+    """A component that adds nothing."""
+
+    def coef(self, totals: StepTotals) -> float:
+        if isinstance(totals, Moods):
+            if totals.blind:
+                # As under NCCL, whose calls return at once: no frame tells who waits.
+                heartbeat.COLLECTIVES = ()
+            if torch.distributed.get_rank() == 1:
+                time.sleep(totals.sleep)
+                if totals.fails:
+                    raise KeyError("rank one is moody")
+        return 0.0
+
+    def terms(self, forward: Any, totals: StepTotals) -> Terms:
+        return Terms(forward.hidden.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moods(StepTotals):
+    blind: float = 0.0
+    sleep: float = 0.0
+    fails: float = 0.0
 
 
 @contextmanager
@@ -56,12 +75,12 @@ def policy(model: Path, logs: Path) -> Iterator[tuple[Any, list[int]]]:
     """(WholeModel of two ranks that has made a step, their process ids)."""
     training = SFTConfig(engine=EngineConfig(num_workhorses=2))
     with open_models(RUNTIME, logs, {"policy": ModelSpec(model, Moody(), training=training)}) as models:
-        ray.get(models["policy"].train.remote(text(), {"tokens": 10.0}, 1e-3))
+        ray.get(models["policy"].train.remote(text(), StepTotals(tokens=10.0), 1e-3))
         yield models["policy"], pids(models["policy"])
 
 
 def step(model: Any, **mood: float) -> Any:
-    return model.train.remote(text(), {"tokens": 10.0, **mood}, 1e-3)
+    return model.train.remote(text(), Moods(tokens=10.0, **mood), 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +122,7 @@ def test_a_rank_that_raises_is_distinguished_from_those_that_wait(
     def upset_one() -> None:
         with policy(tiny_model, tmp_path) as (model, processes):
             victims.extend(processes)
-            ray.get(step(model, **{"sleep": 1.0, "raise": 1.0}), timeout=AFTERMATH_SECONDS + BUSY_SECONDS)
+            ray.get(step(model, sleep=1.0, fails=1.0), timeout=AFTERMATH_SECONDS + BUSY_SECONDS)
 
     victims: list[int] = []
     with pytest.raises(KeyError, match="rank one is moody") as caught:

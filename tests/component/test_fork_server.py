@@ -118,6 +118,7 @@ def script() -> Any:
             process.kill()
 
 
+@pytest.mark.long
 def test_workers_start_without_a_server_that_was_killed(script: Any) -> None:
     json.loads(script.stdout.readline())
     address = script.stdout.readline().strip()

@@ -15,10 +15,12 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from tests.component.layouts import short_of
 from tests.component.models import open_models, same
+from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -27,7 +29,7 @@ from xray_runtime.engines.sync.object_store import WeightTransferError, pack
 from xray_runtime.engines.sync.versioned import StaleWeightsError
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
-from xray_runtime.kernel.errors import root_cause
+from xray_runtime.kernel.errors import NonFiniteError, root_cause
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -42,21 +44,23 @@ ENGINES = {
 """Name → config, replicas."""
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
+POLICY = PPOStageConfig(temperature=SAMPLING.temperature, engine=DeepSpeedConfig(zero_stage=3, num_workhorses=2))
+"""Each Workhorse holds a part of each parameter."""
 NUM_PROMPTS = 6
 
 
 @pytest.fixture(
     scope="module",
-    # vLLM in one piece is in `test_a_sharded_policy_is_followed_by_every_engine` and in every lifecycle.
-    params=[pytest.param(name, marks=pytest.mark.long if name == "vllm" else []) for name in ENGINES],
+    params=short_of(ENGINES, *(name for name in ENGINES if name != "vllm split in two")),
 )
 def models(
     cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Any]]:
     config, replicas = ENGINES[request.param]
-    specs = {
+    specs: dict[str, Any] = {
         "generator": GeneratorSpec(tiny_model, 32, config),
         "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
+        "policy": ModelSpec(tiny_model, PPOObjective(POLICY), training=POLICY, new_head=True),
     }
     with open_models(
         RUNTIME.model_copy(update={"generator_replicas": replicas}), tmp_path_factory.mktemp("logs"), specs
@@ -230,31 +234,37 @@ def test_replicas_answer_as_one(tiny_model: Path, prompts: PromptBatch, cluster:
     same(one_row, expected.take([3]))
 
 
-def test_a_sharded_policy_is_followed_by_every_engine(
-    cluster: None, tiny_model: Path, tmp_path: Path, prompts: PromptBatch
+def test_a_sharded_policy_is_followed(models: dict[str, Any], tiny_model: Path, prompts: PromptBatch) -> None:
+    """Parameters that ZeRO-3 has cut over two Workhorses."""
+    generator, policy = models["generator"], models["policy"]
+    ray.get(generator.load_checkpoint.remote(tiny_model, 0))
+    before = generate(models, prompts, 0)
+    rows = _with_replies(prompts, before)
+    scores = ray.get(policy.score.remote(rows))
+    ones = Ragged(np.ones_like(scores.values.values), scores.values.offsets)
+    columns = dict.fromkeys(("advantages", "weights", "returns"), ones)
+    batch = rows.as_kind(PolicyBatch, old_logprobs=scores.logprobs, values=scores.values, **columns)
+    ray.get(policy.train.remote(batch, StepTotals(tokens=10.0), 1e-2))
+    ray.get(generator.follow.remote(policy, 1))
+    with pytest.raises(Exception) as stale:  # noqa: PT011
+        generate(models, prompts, 0)
+    assert isinstance(root_cause(stale.value), StaleWeightsError)
+    after = generate(models, prompts, 1)
+    sampled = after.rollout_logprobs.values
+    assert not np.array_equal(sampled, before.rollout_logprobs.values)
+    scored = ray.get(policy.score.remote(_with_replies(prompts, after))).logprobs
+    np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
+
+
+def test_a_generator_that_computes_nan_is_refused(
+    models: dict[str, Any], nan_model: Path, prompts: PromptBatch, message_texts: Messages
 ) -> None:
-    """Parameters that ZeRO-3 has cut over two Workhorses, in vLLM and in DeepSpeed Inference."""
-    config = PPOStageConfig(temperature=SAMPLING.temperature, engine=DeepSpeedConfig(zero_stage=3, num_workhorses=2))
-    generators = ("vllm", "deepspeed")
-    specs: dict[str, Any] = {name: GeneratorSpec(tiny_model, 32, GeneratorConfig(engine=name)) for name in generators}
-    specs["policy"] = ModelSpec(tiny_model, PPOObjective(config), training=config, new_head=True)
-    with open_models(RUNTIME, tmp_path, specs) as models:
-        before = {name: ray.get(models[name].generate.remote(prompts, SAMPLING, 0)) for name in generators}
-        rows = _with_replies(prompts, before["vllm"])
-        scores = ray.get(models["policy"].score.remote(rows))
-        ones = Ragged(np.ones_like(scores.values.values), scores.values.offsets)
-        columns = dict.fromkeys(("advantages", "weights", "returns"), ones)
-        batch = rows.as_kind(PolicyBatch, old_logprobs=scores.logprobs, values=scores.values, **columns)
-        ray.get(models["policy"].train.remote(batch, {"tokens": 10.0}, 1e-2))
-        for name in generators:
-            ray.get(models[name].follow.remote(models["policy"], 1))
-            with pytest.raises(Exception, match="policy version 0"):
-                ray.get(models[name].generate.remote(prompts, SAMPLING, 0))
-            after = ray.get(models[name].generate.remote(prompts, SAMPLING, 1))
-            sampled = after.rollout_logprobs.values
-            assert not np.array_equal(sampled, before[name].rollout_logprobs.values)
-            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after))).logprobs
-            np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
+    ray.get(models["generator"].load_checkpoint.remote(nan_model, 9))
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        generate(models, prompts, 9)
+    cause = root_cause(caught.value)
+    assert isinstance(cause, NonFiniteError)
+    message_texts.check(str(cause))
 
 
 def _with_replies(prompts: PromptBatch, rollout: ReplyBatch) -> TextBatch:

@@ -15,9 +15,10 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.component.models import RUNTIME, open_models
-from tests.unit.evaluation.harness import CHOICE, REPLY
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.evaluate.harness import CHOICE, REPLY
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval import body as harness_task
@@ -40,7 +41,7 @@ def root(cluster: None, tiny_model: Path, tmp_path: Path) -> Path:
 def ours(root: Path) -> dict[str, Any]:
     (root / "out").mkdir()
     opened = functools.partial(open_models, RUNTIME, root / "logs")
-    config = LMEvalConfig(task=str(root / "task"), max_length=48)
+    config = LMEvalConfig(task=str(root / "task"), max_length=48, generator=GeneratorConfig(engine="transformers"))
     stage = Stage("task", 7, config, LMEvalInputs(Model(root / "model")), RUNTIME, opened)
     harness_task.run(stage, root / "out", FakeRecorder(root / "out"))
     found: dict[str, Any] = json.loads((root / "out" / "benchmark.json").read_text())

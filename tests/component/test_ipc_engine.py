@@ -125,6 +125,7 @@ def _synced(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_the_bits_of_the_object_store_come_by_ipc_and_the_buffer_is_let_go(tiny_model: Path) -> None:
     found = ray.get(_synced.options(runtime_env=ENVIRONMENT).remote(tiny_model))

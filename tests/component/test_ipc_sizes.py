@@ -32,6 +32,8 @@ LARGEST = {
     "Llama-3.1-70B": 2_101_346_304,
 }
 
+SHORT = ("Qwen2.5-0.5B", "Qwen3-8B")
+
 
 def tensors(name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a Llama in float32, as a trainer gathers them."""
@@ -68,7 +70,9 @@ class Client:
         self.steps.append("finish")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS]
+)
 def test_the_buffer_holds_the_largest_tensor(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.weight_transfer import packed_tensor
 

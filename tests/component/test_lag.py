@@ -15,7 +15,7 @@ import ray
 import torch
 
 from tests.component.models import open_models
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.stage import Stage
@@ -30,7 +30,7 @@ from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import PPOConfig
-from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.ppo.objectives import PolicyForward, PPOObjective
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.rewards.config import reward_term
 
@@ -96,13 +96,11 @@ class SlowGeneratorSpec(GeneratorSpec):
 class SlowObjective(PPOObjective):
     """Every update but the last lasts until the rollout that is beside it has begun."""
 
-    def loss(
-        self, module: HeadedLM, rows: PolicyBatch[torch.Tensor], totals: dict[str, float]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(self, module: HeadedLM, rows: PolicyBatch[torch.Tensor]) -> PolicyForward:
         number = ray.get(ray.get_actor(MEETING).begin.remote("update"))
         if number < ITERATIONS:
             await_other("update", number, "rollout", number + 1)
-        return super().loss(module, rows, totals)
+        return super().forward(module, rows)
 
 
 def slowed(config: PPOConfig, specs: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +172,7 @@ def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_mod
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("lag", [2, 4])
+@pytest.mark.parametrize("lag", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_older_replies_are_weighed_and_a_stage_goes_on_to_the_same_bytes(
     cluster: None, tiny_model: Path, tmp_path: Path, lag: int
 ) -> None:

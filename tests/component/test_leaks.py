@@ -16,6 +16,7 @@ import ray
 
 from tests.component.models import open_models, text
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.processes import TAG, tagged
@@ -34,7 +35,7 @@ def cycle(model: Path, logs: Path) -> None:
     """A model of two ranks that trains, exports and ends, beside one that goes back to the worker pool."""
     trained = ModelSpec(model, SFTObjective(), SFTConfig(engine=DeepSpeedConfig(num_workhorses=2, zero_stage=1)))
     with open_models(RUNTIME, logs, {"policy": trained, "reference": ModelSpec(model, SFTObjective())}) as models:
-        ray.get(models["policy"].train.remote(text(), {"tokens": 10.0}, 1e-3))
+        ray.get(models["policy"].train.remote(text(), StepTotals(tokens=10.0), 1e-3))
         update = ray.get(models["policy"].export_weights.remote(1))
         assert update.version == 1
         ray.get(models["reference"].score.remote(text()))

@@ -21,16 +21,17 @@ from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
-from xray_runtime.data.batch import PolicyBatch, Scores, TextBatch
+from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.methods.ppo.step_scores import StepScored
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
+from xray_runtime.models.objectives import Component, ReferenceObjective, SFTObjective, Terms
 from xray_runtime.models.reward_objective import RewardObjective
 
 NUM_STEPS = 6
@@ -49,7 +50,7 @@ def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[lis
         for step in range(NUM_STEPS):
             rows = text(seed=step % 2)
             tokens = float(rows.num_response_tokens())
-            stats = ray.get(models["policy"].train.remote(rows, {"tokens": tokens}, 1e-2)).sums
+            stats = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=tokens), 1e-2)).sums
             losses.append(stats["nll"] / tokens)
             norms.append(stats["grad_norm"])
         ray.get(models["policy"].save.remote(out))
@@ -66,11 +67,9 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     "engine",
     [
         EngineConfig(micro_batch_tokens=16),
-        pytest.param(EngineConfig(num_workhorses=2), marks=pytest.mark.long),
-        pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
         DeepSpeedConfig(num_workhorses=2, zero_stage=3),
     ],
-    ids=["small micro-batches", "2 Workhorses", "2 Workhorses, ZeRO-2", "2 Workhorses, ZeRO-3"],
+    ids=["small micro-batches", "2 Workhorses, ZeRO-3"],
 )
 def test_the_split_does_not_show(alone: Any, tiny_model: Path, tmp_path: Path, engine: EngineConfig) -> None:
     losses, norms, weights = train(tiny_model, tmp_path / "logs", tmp_path / "out", engine)
@@ -110,9 +109,10 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
         FrozenConfig(num_workhorses=2, tensor_parallel=2),
         pytest.param(FrozenConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long),
         FrozenConfig(num_workhorses=2, zero_stage=3, precision="bfloat16"),
+        FrozenConfig(num_workhorses=2, zero_stage=3, library="fsdp2"),
         pytest.param(FrozenConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2), marks=pytest.mark.long),
     ],
-    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "TP 2 × PP 2"],
+    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "FSDP2 on 2", "TP 2 × PP 2"],
 )
 def test_a_frozen_model_scores_alike_however_it_is_spread(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: FrozenConfig
@@ -144,7 +144,13 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
         assert np.ptp(found(scores[role])) > 0.1
 
 
-@pytest.mark.parametrize("trainable", [1, 2], ids=["the upper layer learns", "all but the embeddings learn"])
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        pytest.param(1, id="the upper layer learns"),
+        pytest.param(2, id="all but the embeddings learn", marks=pytest.mark.long),
+    ],
+)
 def test_a_shared_trunk_scores_and_trains_like_the_whole(
     cluster: None, tiny_model: Path, tmp_path: Path, trainable: int
 ) -> None:
@@ -168,8 +174,8 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
         given = rows.as_kind(PolicyBatch, **columns)
         for index in ([0, 3, 5], [1, 2, 7]):
             batch = given.take(index)
-            cached = ray.get(models["cached"].train.remote(batch, {"tokens": 10.0}, 1e-2))
-            fresh = ray.get(models["fresh"].train.remote(batch.with_columns(id=None), {"tokens": 10.0}, 1e-2))
+            cached = ray.get(models["cached"].train.remote(batch, StepTotals(tokens=10.0), 1e-2))
+            fresh = ray.get(models["fresh"].train.remote(batch.with_columns(id=None), StepTotals(tokens=10.0), 1e-2))
             assert cached.sums == pytest.approx(fresh.sums, rel=1e-5, abs=1e-6)
         after = ray.get(models["cached"].score.remote(rows))
     np.testing.assert_allclose(after.ref_logprobs.values, before.ref_logprobs.values, atol=1e-6)
@@ -200,7 +206,7 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(
             ray.get(models[role].score.remote(scored))
             # Row r was scored on rank r % 2: the second of two ranks meets a row of the first one's.
             batch = rows.as_kind(PolicyBatch, **columns).take([0, 2])
-            stats = ray.get(models[role].train.remote(batch, {"tokens": 10.0}, 1e-2))
+            stats = ray.get(models[role].train.remote(batch, StepTotals(tokens=10.0), 1e-2))
             found.append((stats.sums, ray.get(models[role].score.remote(scored)).values.values))
     (stats, values), (stats_alone, values_alone) = found
     assert stats == pytest.approx(stats_alone, rel=1e-5, abs=1e-6)
@@ -210,16 +216,19 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(
 
 @pytest.mark.parametrize(
     "engine",
-    [EngineConfig(), EngineConfig(num_workhorses=2), EngineConfig(num_workhorses=2, pipeline_parallel=2)],
-    ids=["alone", "2 replicas", "2 pipeline stages"],
+    [
+        pytest.param(EngineConfig(), id="alone", marks=pytest.mark.long),
+        pytest.param(EngineConfig(num_workhorses=2), id="2 replicas"),
+        pytest.param(EngineConfig(num_workhorses=2, pipeline_parallel=2), id="2 stages", marks=pytest.mark.long),
+    ],
 )
 def test_a_step_returns_the_log_probabilities_before_it(
     cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig
 ) -> None:
     """Row by row those that the policy would have scored; it learns the same as if it had."""
     config = PPOStageConfig(method="grpo", lr=1e-2, engine=engine)
-    policy = ModelSpec(tiny_model, PPOObjective(config), training=config)
-    rows, totals = text(num_rows=6), {"tokens": 10.0, "rows": 6.0, "kl_coef": 0.1}
+    policy = ModelSpec(tiny_model, StepScored(PPOObjective(config)), training=config)
+    rows, totals = text(num_rows=6), StepTotals(tokens=10.0, rows=6.0, kl_coef=0.1)
     lengths = response_lengths(rows)
     noise = np.random.default_rng(3).normal(size=(3, sum(lengths))).astype(np.float32)
     offsets = np.cumsum([0, *lengths])
@@ -271,17 +280,22 @@ class ThreadsObjective(SFTObjective):
         threads = torch.full((len(rows),), torch.get_num_threads())
         return super().score(module, rows).with_columns(threads=threads)
 
-    def loss(
-        self, module: HeadedLM, rows: TextBatch[torch.Tensor], totals: dict[str, float]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value, stats = super().loss(module, rows, totals)
-        return value, stats | {"threads": torch.tensor(torch.get_num_threads())}
+    def components(self, module: HeadedLM) -> Any:
+        return (*super().components(module), CountedThreads())
+
+
+class CountedThreads(Component[Any]):
+    def coef(self, totals: StepTotals) -> float:
+        return 0.0
+
+    def terms(self, forward: Any, totals: StepTotals) -> Terms:
+        return Terms(forward.hidden.detach(), sums={"threads": torch.tensor(torch.get_num_threads())})
 
 
 def train_with_all_and_with_a_share(model: Path, logs: Path, out: Path) -> tuple[list[float], dict[str, Any]]:
     """Threads of each call, to a model alone and then to two at the same time; the weights of one in the end."""
     spec = ModelSpec(model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
-    rows, totals = text(num_rows=4), {"tokens": 100.0}  # few enough for one micro-batch
+    rows, totals = text(num_rows=4), StepTotals(tokens=100.0)  # few enough for one micro-batch
     with open_models(RuntimeConfig(threads=2, device="cpu"), logs, {"policy": spec, "critic": spec}) as models:
         both = list(models.values())
         alone = [ray.get(models["policy"].train.remote(rows, totals, 1e-2)), ray.get(both[0].score.remote(rows))]
@@ -308,7 +322,9 @@ def test_two_micro_batches_at_a_time_do_not_show(cluster: None, tiny_model: Path
     def run(threads: int) -> tuple[Scores, list[dict[str, float]]]:
         runtime = RuntimeConfig(threads=threads, device="cpu")
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
-            steps = [ray.get(models["policy"].train.remote(rows, {"tokens": 1500.0}, 1e-2)).sums for _ in range(3)]
+            steps = [
+                ray.get(models["policy"].train.remote(rows, StepTotals(tokens=1500.0), 1e-2)).sums for _ in range(3)
+            ]
             return ray.get(models["policy"].score.remote(rows)), steps
 
     (one, one_steps), (two, two_steps), (again, again_steps) = run(1), run(2), run(2)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 from tests.e2e.conftest import ROOT
+from xray.deployments.local_ray import AGENT_PORTS
 
 SCRIPT = """
+import json
 import ray
 from xray.deployments.local_ray import running_ray
 
 with running_ray():
-    print(ray.get(ray.remote(lambda: 6 * 7).remote()))
+    import psutil
+    answer = ray.get(ray.remote(lambda: 6 * 7).remote())
+    print(json.dumps([answer, [process.cmdline() for process in psutil.Process().children(recursive=True)]]))
 """
 
 FLOW = """
@@ -36,10 +41,24 @@ for _ in range(2):
 """
 
 
-def test_ray_may_be_imported_before_a_workspace_is_opened() -> None:
-    """Ray reads at import whether there is a token; a cluster with one would refuse the process that started it."""
+def test_a_private_ray_after_ray_was_imported() -> None:
+    """Ray reads at import whether there is a token; a cluster with one would refuse the process that started it.
+
+    The processes show that `_patient_node` still changes what this version of Ray starts.
+    """
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["42"], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer, commands = json.loads(done.stdout)
+    assert answer == 42
+    for needless in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py", "dashboard/agent.py"):
+        # A raylet's arguments name the program that was to start its agent.
+        assert not [c for c in commands if any(argument.endswith(needless) for argument in c)]
+    [raylet] = [command for command in commands if command[:1] and command[0].endswith("raylet/raylet")]
+    for name in AGENT_PORTS[:2]:
+        [port] = [a for a in raylet if a.replace("_", "-").startswith(f"--{name}=".replace("_", "-"))]
+        assert int(port.partition("=")[2]) > 0
+    assert "--num_prestart_python_workers=0" in raylet
+    assert any(a.startswith("--dashboard_agent_command=sh -c") for a in raylet)
 
 
 def test_a_flow_that_a_script_calls_has_a_private_ray() -> None:

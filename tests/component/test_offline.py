@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import RUNTIME, open_models
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
@@ -101,6 +101,7 @@ def test_dpo_learns_what_is_preferred_and_goes_on_to_the_same_bytes(root: Path) 
         torch.testing.assert_close(tensor, weights(root, "whole")[name], rtol=1e-3, atol=5e-4)
 
 
+@pytest.mark.long
 def test_dpo_above_a_frozen_trunk(root: Path) -> None:
     recorder = learn(root, "out", trainable_layers=1)
     assert recorder.points[0]["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -166,6 +167,7 @@ def test_kto_learns_and_its_split_does_not_show(root: Path) -> None:
             assert two[f"kto/{metric}"] == pytest.approx(one[f"kto/{metric}"], rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.long
 def test_kto_ends_with_the_best_version_of_replies_left_out(root: Path) -> None:
     validation = KTOValidation(every=1, num_replies=12)
     config = KTOConfig(batch_size=2 * BATCH, epochs=4, lr=5e-3, warmup_fraction=0.0, validation=validation)

@@ -19,7 +19,7 @@ from tests.component.layouts import part
 from tests.component.models import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.states import Reader
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.store.shards import Piece, read_shards
@@ -67,7 +67,10 @@ def goes_on_alike(spec: ModelSpec, batches: list[TextBatch], place: Path) -> Run
     return through
 
 
-@pytest.mark.parametrize("layout", [ZERO_2, PP | {"zero_stage": 1}], ids=["ZeRO-2 on 2", "PP 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(ZERO_2, id="ZeRO-2 on 2", marks=pytest.mark.long), pytest.param(PP | {"zero_stage": 1}, id="PP 2")],
+)
 def test_bfloat16_passes_train_nearly_as_float32_ones(
     alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
 ) -> None:
@@ -96,8 +99,11 @@ def exported_weights(learner: Learner, deal: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "layout",
-    [ZERO_1 | BF16, ZERO_2 | BF16 | {"offload": "cpu"}, ZERO_3 | {"offload": "cpu"}],
-    ids=["bfloat16, ZeRO-1", "bfloat16, ZeRO-2, offloaded", "float32, ZeRO-3, offloaded"],
+    [
+        pytest.param(ZERO_1 | BF16, id="bfloat16, ZeRO-1", marks=pytest.mark.long),
+        pytest.param(ZERO_2 | BF16 | {"offload": "cpu"}, id="bfloat16, ZeRO-2, offloaded"),
+        pytest.param(ZERO_3 | {"offload": "cpu"}, id="float32, ZeRO-3, offloaded", marks=pytest.mark.long),
+    ],
 )
 def test_going_on_gives_the_same_bits(
     tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
@@ -114,7 +120,7 @@ def test_going_on_from_offloaded_states_on_a_gpu(
     engine = {"zero_stage": 3, "offload": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
     spec = spec_of(tiny_model, engine)
     rows = batches[0]
-    totals = {"tokens": float(rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(rows.num_response_tokens()))
 
     def third(save: bool) -> float:
         with open_models(RuntimeConfig(device="cuda"), tmp_path / "logs", {"policy": spec}) as models:
@@ -130,7 +136,9 @@ def test_going_on_from_offloaded_states_on_a_gpu(
     assert third(save=True) == third(save=False)
 
 
-@pytest.mark.parametrize("layout", [ZERO_3, PP], ids=["ZeRO-3 on 2", "PP 2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(ZERO_3, id="ZeRO-3 on 2"), pytest.param(PP, id="PP 2", marks=pytest.mark.long)]
+)
 def test_activations_computed_again_are_the_same_bits(
     tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
 ) -> None:
@@ -141,7 +149,13 @@ def test_activations_computed_again_are_the_same_bits(
     same_bits(again, kept)
 
 
-@pytest.mark.parametrize("layout", [{}, ZERO_3 | BF16], ids=["alone", "ZeRO-3 on 2, bfloat16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="alone", marks=pytest.mark.long),
+        pytest.param(ZERO_3 | BF16, id="ZeRO-3 on 2, bfloat16"),
+    ],
+)
 def test_adapters_are_published_as_peft_would_merge_them(
     tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:

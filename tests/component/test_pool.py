@@ -23,11 +23,11 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.opening import prestart_models
 from xray_runtime.cluster.pool.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
 from xray_runtime.cluster.progress import find_progress, open_progress
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.config.section import RuntimeConfig
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 
@@ -238,7 +238,7 @@ def test_nothing_of_the_model_before_is_left(cluster: None, tiny_model: Path, tm
     trained = {"policy": ModelSpec(tiny_model, SFTObjective(), training=SFTConfig(lr=0.1))}
     with open_models(runtime, tmp_path, trained) as models:
         assert pids(models["policy"]) == first
-        ray.get(models["policy"].train.remote(text(), {"tokens": 5.0}, 0.1))
+        ray.get(models["policy"].train.remote(text(), StepTotals(tokens=5.0), 0.1))
         assert (ray.get(models["policy"].score.remote(text())).nll != fresh).all()
     with open_models(runtime, tmp_path, frozen) as models:
         assert pids(models["policy"]) == first

@@ -57,6 +57,7 @@ def _replies(directory: Path, caching: bool) -> tuple[list[TextBatch], list[int]
     return [*calls, sample(many, seeds), sample(later[3:4], seeds[3:4])], found, blocks
 
 
+@pytest.mark.long  # two engines of vLLM; that a reply is the same to the bit beside others is in `test_generator`
 @pytest.mark.usefixtures("cluster")
 def test_the_cache_changes_no_bit(tiny_model: Path) -> None:
     """In groups, alone, in a second turn, and with other weights."""

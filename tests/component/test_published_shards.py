@@ -11,6 +11,7 @@ import torch
 
 from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.shards import read_index
@@ -24,12 +25,18 @@ def trained(model: Path, engine: EngineConfig, out: Path) -> dict[str, torch.Ten
     spec = ModelSpec(model, SFTObjective(), training=SFTConfig(engine=engine))
     with open_models(RUNTIME, out / "logs", {"policy": spec}) as models:
         rows = text(seed=0)
-        ray.get(models["policy"].train.remote(rows, {"tokens": float(rows.num_response_tokens())}, 1e-2))
+        ray.get(models["policy"].train.remote(rows, StepTotals(tokens=float(rows.num_response_tokens())), 1e-2))
         ray.get(models["policy"].save.remote(out / "model"))
     return dict(tensors(out / "model"))
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero_stage": 3, "num_workhorses": 2}], ids=["alone", "ZeRO-3 on 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="alone", marks=pytest.mark.long),
+        pytest.param({"zero_stage": 3, "num_workhorses": 2}, id="ZeRO-3 on 2"),
+    ],
+)
 def test_several_files_hold_what_one_does(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

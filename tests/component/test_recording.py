@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.unit.serving.recording import KEYS, settings
+from tests.unit.live.serving.recording import KEYS, settings
 from xray.deployments.service import free_port
 from xray_runtime.kernel.history.recorded import RecordedReader
 from xray_runtime.live.serving.recorder import start_recorder

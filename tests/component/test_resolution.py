@@ -63,10 +63,7 @@ def write_torch(folder: Path) -> None:
         wheel.writestr(f"{record}/RECORD", "")
 
 
-SHORT = {
-    *(("3.11", "cpu", "index"), ("3.12", "cpu", "index"), ("3.13", "cpu", "index")),
-    *(("3.12", "cuda", "index"), ("3.11", "cpu", "local"), ("3.13", "cuda", "local")),
-}
+SHORT = {("3.11", "cpu", "local"), ("3.12", "cpu", "index"), ("3.13", "cuda", "index")}
 """Every Python, every extra and every place for torch's wheel; the other combinations are among the long tests."""
 INSTALLATIONS = [
     pytest.param(python, extra, where, marks=[] if (python, extra, where) in SHORT else pytest.mark.long)

@@ -20,8 +20,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.environments.caller import CALL, conversation, save_caller
-from tests.unit.store.published import IDENTITY
+from tests.unit.agents.environments.caller import CALL, conversation, save_caller
+from tests.unit.kernel.store.published import IDENTITY
 from xray.deployments.service import free_port
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generators.vllm.server import (

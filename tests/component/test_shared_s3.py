@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.s3 import BUCKET, S3Server
 from xray_runtime.kernel.store.shared import DamagedError, SharedStore, StorageError
 
@@ -59,14 +60,16 @@ def test_directories_go_there_and_back(shared: SharedStore, tmp_path: Path) -> N
     assert shared.names("a") == ["c"]
 
 
-def test_a_changed_object_is_found(shared: SharedStore, server: S3Server, tmp_path: Path) -> None:
+def test_a_changed_object_is_found(
+    shared: SharedStore, server: S3Server, tmp_path: Path, message_texts: Messages
+) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "model").write_bytes(b"weights")
     shared.put("a", tmp_path / "x")
     (stored,) = [path for path in server.objects.rglob("model") if shared.url.rsplit("/", 1)[1] in path.parts]
     stored.write_bytes(b"weightz")
     (tmp_path / "y").mkdir()
-    with pytest.raises(DamagedError, match="model was changed"):
+    with message_texts.raises(DamagedError):
         shared.get("a", tmp_path / "y")
 
 
@@ -85,10 +88,12 @@ def test_a_server_that_is_away_delays(shared: SharedStore, server: S3Server, tmp
     assert files(tmp_path / "y") == files(tmp_path / "x")
 
 
-def test_an_unusable_store_is_named_at_once(shared: SharedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match="'s3://absent/x' cannot be used: The specified bucket does not exist"):
+def test_an_unusable_store_is_named_at_once(
+    shared: SharedStore, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
+) -> None:
+    with message_texts.raises(StorageError):
         SharedStore("s3://absent/x").check()
     monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(StorageError, match=r"writing a: .*signature") as refused:
+    with message_texts.raises(StorageError) as refused:
         opened(shared.url).write("a", b"x")
     assert "wrong" not in str(refused.value)

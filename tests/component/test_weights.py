@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.component.models import gone, pid_of
+from tests.message_texts import Messages
 from xray_runtime.engines.sync import object_store
 from xray_runtime.engines.sync.object_store import (
     Memory,
@@ -87,17 +88,17 @@ def test_weights_survive_the_trip_in_several_buckets(
     assert update.num_bytes == sum(t.numel() * t.element_size() for t in sent.values())
 
 
-def test_one_flipped_bit_is_found_and_named(cluster: None) -> None:
+def test_one_flipped_bit_is_found_and_named(cluster: None, message_texts: Messages) -> None:
     update = pack([("a", torch.randn(8)), ("b", torch.randn(8))], version=1)
-    with pytest.raises(WeightTransferError, match="weight b: checksum"):
+    with message_texts.raises(WeightTransferError):
         verify(flipped(update, 0, 1))
 
 
-def test_ranks_on_a_node_divide_the_checksums(engine: Engine) -> None:
+def test_ranks_on_a_node_divide_the_checksums(engine: Engine, message_texts: Messages) -> None:
     update = pack(weights(1).items(), version=1)
     damaged = flipped(update, 1, 0)
     engine.held.verify(damaged, 0, 2)
-    with pytest.raises(WeightTransferError, match="weight c: checksum"):
+    with message_texts.raises(WeightTransferError):
         engine.held.verify(damaged, 1, 2)
     engine.held.load(update, verified=True)
     engine.held.use(1)
@@ -121,7 +122,9 @@ def drop(engine: Engine) -> bool:
     return dropped
 
 
-def test_weights_are_dropped_only_where_the_next_update_brings_all_of_them(engine: Engine) -> None:
+def test_weights_are_dropped_only_where_the_next_update_brings_all_of_them(
+    engine: Engine, message_texts: Messages
+) -> None:
     # None was updated yet, or a part (LoRA, a frozen trunk): the rest would be lost.
     assert not drop(engine)
     engine.held.load(pack(weights(1, ("a", "b")).items(), version=1))
@@ -129,7 +132,7 @@ def test_weights_are_dropped_only_where_the_next_update_brings_all_of_them(engin
     engine.held.use(1)
     engine.held.load(pack(weights(2).items(), version=2))
     assert drop(engine)
-    with pytest.raises(StaleWeightsError, match="holds nothing usable"):
+    with message_texts.raises(StaleWeightsError):
         engine.held.use(2)
     engine.held.load(pack(weights(3).items(), version=3))
     engine.held.use(3)
@@ -141,7 +144,7 @@ def test_weights_are_dropped_only_where_the_next_update_brings_all_of_them(engin
     assert engine.values() == [4, 4, 3, 3]
 
 
-def test_a_transfer_that_lacks_dropped_weights_is_refused(engine: Engine) -> None:
+def test_a_transfer_that_lacks_dropped_weights_is_refused(engine: Engine, message_texts: Messages) -> None:
     def send(value: float, names: tuple[str, ...], version: int) -> None:
         for step in ("start", "update", "finish"):
             brought = names if step == "update" else ()
@@ -155,23 +158,25 @@ def test_a_transfer_that_lacks_dropped_weights_is_refused(engine: Engine) -> Non
     engine.held.use(2)
     assert engine.values() == [2, 2, 2, 2]
     assert drop(engine)
-    with pytest.raises(StaleWeightsError, match="policy version 3 lacks weights that the generator dropped"):
+    with message_texts.raises(StaleWeightsError):
         send(3, ("a", "b"), 3)
     # Such weights are not kept: the checkpoint is what is left.
     engine.held.use(0)
     assert engine.values() == [0, 0, 0, 0]
 
 
-def test_a_damaged_or_lost_bucket_touches_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_or_lost_bucket_touches_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
+) -> None:
     good = pack(weights(1).items(), version=1)
     assert len(good.buckets) == 2
     engine.fails_at, engine.failures = "a", 1  # whoever writes anything fails
-    with pytest.raises(WeightTransferError, match="weight d: checksum"):
+    with message_texts.raises(WeightTransferError):
         engine.held.load(flipped(good, 1, 1))
 
     monkeypatch.setattr(object_store, "GET_SECONDS", 0.5)
     lost = dataclasses.replace(good.buckets[1], ref=ray.ObjectRef.from_random())
-    with pytest.raises(WeightTransferError, match="weights from c on are lost"):
+    with message_texts.raises(WeightTransferError):
         engine.held.load(dataclasses.replace(good, buckets=(good.buckets[0], lost)))
     assert engine.values() == [0, 0, 0, 0]
     assert engine.held.version == 0
@@ -193,12 +198,12 @@ def test_a_load_that_breaks_off_is_undone_and_can_be_tried_again(engine: Engine,
     assert engine.values() == [3, 3, 3, 3]
 
 
-def test_an_engine_that_cannot_go_back_refuses_until_it_is_whole_again(engine: Engine) -> None:
+def test_an_engine_that_cannot_go_back_refuses_until_it_is_whole_again(engine: Engine, message_texts: Messages) -> None:
     engine.fails_at, engine.failures = "c", 2  # the load, and the way back
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.held.load(pack(weights(1).items(), version=1))
     for version in (0, 1):
-        with pytest.raises(StaleWeightsError, match="holds nothing usable"):
+        with message_texts.raises(StaleWeightsError):
             engine.held.use(version)
     # An update of a part first needs the rest to be whole.
     engine.held.load(pack(weights(2, ("a",)).items(), version=2))
@@ -206,7 +211,7 @@ def test_an_engine_that_cannot_go_back_refuses_until_it_is_whole_again(engine: E
     assert engine.values() == [2, 0, 0, 0]
 
 
-def test_a_load_can_be_reverted_until_it_is_used(engine: Engine, memory: Memory) -> None:
+def test_a_load_can_be_reverted_until_it_is_used(engine: Engine, memory: Memory, message_texts: Messages) -> None:
     engine.held.load(pack(weights(1, ("b",)).items(), 1, memory))
     engine.held.use(1)
     engine.held.load(pack(weights(2).items(), 2, memory))
@@ -215,7 +220,7 @@ def test_a_load_can_be_reverted_until_it_is_used(engine: Engine, memory: Memory)
     engine.held.revert()
     engine.held.use(1)
     assert engine.values() == [0, 1, 0, 0]
-    with pytest.raises(StaleWeightsError, match="there is no version before"):
+    with message_texts.raises(StaleWeightsError):
         engine.held.revert()
 
 
@@ -250,7 +255,7 @@ def test_a_follower_that_fails_keeps_its_old_weights(engine: Engine) -> None:
         assert engine.values() == [1, 1, 1, 1]
 
 
-def test_shared_memory_ends_with_those_who_use_it(engine: Engine) -> None:
+def test_shared_memory_ends_with_those_who_use_it(engine: Engine, message_texts: Messages) -> None:
     """A trainer and a reader are killed in turn: what was taken over stays, nothing else does, and no name anywhere."""
 
     @ray.remote(num_cpus=0, max_restarts=0)
@@ -284,7 +289,7 @@ def test_shared_memory_ends_with_those_who_use_it(engine: Engine) -> None:
     lost, pid = ray.get(trainer.export.remote(8)), pid_of(trainer)
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
-    with pytest.raises(WeightTransferError, match=r"weights from a on are lost \(FileNotFoundError\)"):
+    with message_texts.raises(WeightTransferError):
         engine.held.load(lost)
     # A write that breaks off is undone with the dead trainer's bytes; its successor is followed, and they are let go.
     engine.fails_at, engine.failures = "b", 1

@@ -9,12 +9,15 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e.exposure import Exposure, exposure_of
 
 ROOT = Path(__file__).parents[2]
 XRAY = Path(sys.executable).with_name("xray")
@@ -37,11 +40,44 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def first(output: Path) -> Outcome:
-    """An undisturbed lifecycle in `output`; tests go on in there, so it is kept in `undisturbed` too."""
-    outcome = run_tiny(output)
+def watched(output: Path) -> tuple[Outcome, Exposure]:
+    """An undisturbed lifecycle in `output`, and who could reach its processes while it trained."""
+    log = output.with_name("watched.log")
+    with log.open("w") as err:
+        process = subprocess.Popen(
+            [XRAY, *_tiny(output)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=err, text=True
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not list(output.glob("logs/sft/policy-0.log")):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "no Workhorse was started"
+            time.sleep(0.2)
+        exposure = exposure_of(process.pid)
+        out, _ = process.communicate(timeout=900)
+    finally:
+        process.kill()
+    return Outcome(process.returncode, out, log.read_text()), exposure
+
+
+@pytest.fixture(scope="session")
+def first(watched: tuple[Outcome, Exposure], output: Path) -> Outcome:
+    """The lifecycle in `output`; tests go on in there, so it is kept in `undisturbed` too."""
+    outcome, _ = watched
     assert outcome.code == 0, outcome.err
     shutil.copytree(output, output.with_name("undisturbed"), symlinks=True)
+    return outcome
+
+
+@pytest.fixture(scope="session")
+def second(first: Outcome, output: Path) -> Outcome:
+    """The same lifecycle with another learning rate in its last stage, after the reward model was damaged on disk."""
+    [weights] = output.glob("checkpoints/reward-*/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    outcome = run_tiny(output, "ppo.stages.1.lr=1e-4")
+    assert outcome.code == 0, outcome.err
     return outcome
 
 
@@ -58,8 +94,18 @@ def xray(*arguments: str, timeout: float = 900, variables: Mapping[str, str] | N
 
 
 def run_tiny(output: Path, *overrides: str) -> Outcome:
-    arguments = ["run", "configs/tiny.yaml", "--output", str(output), "--json"]
-    return xray(*arguments, *(part for o in overrides for part in ("--set", o)))
+    return xray(*_tiny(output), *(part for o in overrides for part in ("--set", o)))
+
+
+def _tiny(output: Path) -> list[str]:
+    return ["run", "configs/tiny.yaml", "--output", str(output), "--json"]
+
+
+def to_compute(explained: Outcome) -> list[str]:
+    """Stages that a run would compute."""
+    assert explained.code == 0, explained.err
+    lines = [line.split() for line in explained.err.splitlines()]
+    return [words[0] for words in lines if words[1:2] == ["compute"]]
 
 
 def edges(output: Path) -> set[tuple[str, str]]:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.unit.serving.recording import KEYS, exchange, with_recorder
+from tests.unit.live.serving.recording import KEYS, exchange, with_recorder
 from xray.deployments.local_services import local_services
 from xray.deployments.quiet import quiet_environment
 from xray_runtime.kernel.files import write_atomic

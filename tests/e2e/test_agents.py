@@ -69,6 +69,7 @@ def kill_in_mid_episode(project: Path, output: Path, options: list[str]) -> int:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.long
 def test_an_agent_killed_in_mid_episode_goes_on_to_the_bytes_of_a_replay_without_it(project: Path) -> None:
     """The replay computes the stage undisturbed, from its inputs and the seeds of the recorded calls."""
     output = project / "run"

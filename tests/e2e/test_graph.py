@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from tests.e2e.conftest import ROOT, XRAY, Outcome, edges, environment, xray
+from tests.e2e.conftest import ROOT, XRAY, Outcome, edges, environment, to_compute, xray
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
 from tests.e2e.ray_nodes import Cluster
 from xray.deployments.local_services import PREFECT_SERVER
@@ -53,11 +52,10 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return output, outcome
 
 
-def test_independent_branches_run_at_the_same_time_and_show_their_edges(tmp_path: Path) -> None:
-    """Up to the second judge: that PPO waits for both is in `tests/unit/tasks/test_workspace.py`."""
-    output = tmp_path / "run"
-    outcome = two_judges(output, "--until", JUDGES[1])
-    assert outcome.code == 0, outcome.err
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_independent_branches_run_at_the_same_time_and_show_their_edges(judged: tuple[Path, Outcome]) -> None:
+    output, outcome = judged
     assert {*JUDGES} <= shas(outcome).keys()
     found = spans(output)
     [(first_start, first_end)], [(second_start, second_end)] = (found[name] for name in JUDGES)
@@ -107,27 +105,6 @@ def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
-    judged: tuple[Path, Outcome], tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    command = [XRAY, "run", "examples.two_judges:two_judges", "--output", str(output), *SMALL]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    logs = [output / "logs" / name / "reward-0.log" for name in JUDGES]
-    _wait_for(lambda: all(log.exists() for log in logs), process)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGKILL)
-    process.wait()
-    again = two_judges(output)
-    assert again.code == 0, again.err
-    assert shas(again) == shas(judged[1])
-
-
 def test_a_users_project_runs_is_cached_and_audited(tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "own_project", project)
@@ -150,13 +127,6 @@ def test_a_users_project_runs_is_cached_and_audited(tmp_path: Path) -> None:
     file = project / "tasks" / "keep_shortest.py"
     file.write_text(file.read_text().replace("max(1, round(", "max(2, round("))
     assert to_compute(run("--explain")) == ["keep_shortest", "sft-short", "evaluate"]
-
-
-def to_compute(explained: Outcome) -> list[str]:
-    """Stages that a run would compute."""
-    assert explained.code == 0, explained.err
-    lines = [line.split() for line in explained.err.splitlines()]
-    return [words[0] for words in lines if words[1:2] == ["compute"]]
 
 
 @pytest.fixture

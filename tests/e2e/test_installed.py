@@ -173,6 +173,7 @@ def pyright(installed: Path, folder: Path) -> Errors:
         yield Path(found["file"]).name, found["message"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", [mypy, pyright])
 @pytest.mark.timeout(1200)
 def test_a_users_script_is_typed(check: Callable[[Path, Path], Errors], installed: Path, tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import xray
 
 LESSON = "examples.lessons.05_grpo_with_a_verifier:grpo_with_a_verifier"
 
 
+@pytest.mark.long
 def test_grpo_learns_a_verifiable_task(tmp_path: Path) -> None:
     """Demonstrations are right half of the time; 12 iterations of 256 replies take the accuracy to some 0.8."""
     output = str(tmp_path / "run")

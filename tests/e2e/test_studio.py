@@ -22,9 +22,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.e2e.chat_server import Answers
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
-from tests.unit.lineage.promoting import aliases
-from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
+from tests.unit.trust.promoting import aliases
+from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config
@@ -39,9 +39,10 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: no
 AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
 LONGEST_TASK_MS = 100
-WIDTHS = (390, 1400)
-PICTURED = {("lineage", 1400)}
-"""Pages, and their widths, of which docs/images has pictures."""
+SCREENS = (("light", 1400), ("dark", 390))
+"""A wide screen, and a phone at night."""
+PICTURED = {"lineage"}
+"""Pages of which docs/images has pictures."""
 MAX_CLICKS = 7
 CLICKS = """addEventListener("click", event => {
     if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
@@ -103,7 +104,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def window(browser: Browser) -> Iterator[Page]:
     """A page that must neither raise errors, nor run a model's script, nor ask another machine."""
-    context = browser.new_context(viewport={"width": WIDTHS[1], "height": 900}, color_scheme="light")
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
     context.set_default_timeout(STEP * 1000)
     page, problems = context.new_page(), list[str]()
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -158,24 +159,23 @@ def paths(output: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_fits_a_phone_and_passes_axe(
-    address: str, output: Path, window: Page, axe: str, scheme: Any
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_every_page_fits_its_screen_and_passes_axe(
+    address: str, output: Path, window: Page, axe: str, scheme: Any, width: int
 ) -> None:
     window.emulate_media(color_scheme=scheme)
+    window.set_viewport_size({"width": width, "height": 900})
     found = dict(paths(output))
     error = found.pop("error")
     for name, path in found.items():
-        for width in WIDTHS:
-            window.set_viewport_size({"width": width, "height": 900})
-            window.goto(f"{address}{path}")
-            wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
-            assert wide <= 0, (path, width, wide)
-            window.evaluate(axe)
-            said = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in window.evaluate(RULES)]
-            assert said == [], (path, width)
-            if scheme == "light" and (name, width) in PICTURED:
-                picture(window, name)
+        window.goto(f"{address}{path}")
+        wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+        assert wide <= 0, (path, wide)
+        window.evaluate(axe)
+        said = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in window.evaluate(RULES)]
+        assert said == [], path
+        if scheme == "light" and name in PICTURED:
+            picture(window, name)
     assert httpx.get(f"{address}{error}").status_code == 400
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from tests.e2e.conftest import xray
 
-LONG = ("chatml", "r1, special think tokens")
 
-
-@pytest.mark.parametrize("template", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("template", ["qwen3", "chatml", "r1, special think tokens"])
 def test_grpo_learns_by_the_reasoning(tmp_path: Path, template: str) -> None:
     """The right thought and the right answer come half of the time each, and each is worth 1."""
     output = str(tmp_path / "run")

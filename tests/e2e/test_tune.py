@@ -41,7 +41,7 @@ def finished(output: Path) -> list[str]:
         optuna.load_study(study_name=s.study_name, storage=one) for one in storages for s in one.get_all_studies()
     ]
     trials = [trial for study in studies for trial in study.get_trials(states=(TrialState.COMPLETE,))]
-    return [trial.user_attrs["place"] for trial in trials]
+    return [trial.user_attrs["directory"] for trial in trials]
 
 
 def key_of(best: Path, stage: str, checkpoints: dict[str, str]) -> str:

@@ -30,7 +30,7 @@ from xray_runtime.kernel.terminal import print_indented, print_table
 from xray_runtime.kernel.tracking.registry import own_store
 
 if TYPE_CHECKING:
-    from xray.flows.trial import TrialRun
+    from xray.flows.tune import TrialRun
 
 POLL_SECONDS = 0.5
 TITLE = 12
@@ -193,7 +193,4 @@ def mlflow_page_lines(page: str, output: Path) -> list[str]:
         return [f"in MLflow   {page}"]
     # MLflow's client also sets the variable for a store without a server.
     store = tracking_address() or own_store(output)
-    return [
-        f"in MLflow   mlflow ui --backend-store-uri {store}",
-        f"            and then http://127.0.0.1:5000/{page}",
-    ]
+    return [f"in MLflow   mlflow ui --backend-store-uri {store}", f"            and then http://127.0.0.1:5000/{page}"]

@@ -74,10 +74,10 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
         identity, _ = identify(call.kind, call.name, call.config, call.seed, runtime, parents, call.functions, memory)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    found = open_store(output, open_shared(graph.runtime.storage)).find(call.name, identity.key)
-    if found is not None:
-        known[call.name] = found.sha256
-        return "cached", f"key {identity.key[:12]}, checkpoint {found.sha256[:12]}"
+    cached = open_store(output, open_shared(graph.runtime.storage)).find(call.name, identity.key)
+    if cached is not None:
+        known[call.name] = cached.sha256
+        return "cached", f"key {identity.key[:12]}, checkpoint {cached.sha256[:12]}"
     before = _newest(output / CHECKPOINTS, call.name)
     if before is None:
         return "compute", "never computed in this directory"

@@ -128,14 +128,13 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
     display = LiveTrials(console, job.heartbeat)
     display.note("starting Prefect and Ray")
     with services(job.output, health):
-        from xray.flows.search import load_search
-        from xray.flows.study import search_directory
+        from xray.flows.search import SEARCHES, load_search
         from xray.flows.tune import tune_flow
         from xray.flows.tune_report import print_results
 
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
-        directory = search_directory(job.output, str(job.search))
+        directory = job.output / SEARCHES / str(job.search)
         search = load_search(directory / SEARCH)
         with display.watching_trials():
             content: dict[str, Any] = tune_flow(display.show_event)(job.subject, search, str(job.output))

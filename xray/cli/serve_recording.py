@@ -50,17 +50,17 @@ def recording_options(record: bool, fields: Sequence[str], inference_key: str | 
 def _applications(text: str, inference_key: str | None) -> dict[str, str]:
     from xray_runtime.live.serving.middleware import key_digest
 
-    found: dict[str, str] = {}
+    applications: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, key = pair.partition("=")
         if not name or len(key) < MIN_KEY:
             raise ConfigError(f"{FEEDBACK_KEYS}: {name!r} is not allowed: must be NAME=KEY, a key of {MIN_KEY} or more")
-        if key == inference_key or key_digest(key) in found:
+        if key == inference_key or key_digest(key) in applications:
             raise ConfigError(f"{FEEDBACK_KEYS}: the key of {name!r} is not allowed: another one is the same")
-        if name in found.values():
+        if name in applications.values():
             raise ConfigError(f"{FEEDBACK_KEYS}: {name!r} is given twice")
-        found[key_digest(key)] = name
-    return found
+        applications[key_digest(key)] = name
+    return applications
 
 
 def _redaction(config: RecordingConfig) -> dict[str, str]:
@@ -85,7 +85,7 @@ def recording_lock(recording: Recording | None, store: LineageStore) -> contextl
 
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
-    """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
+    """Start the recorder after checking existing records. Raises NotServedError if they are not sound."""
     from xray_runtime.kernel.evidence.envelope import Verifier
     from xray_runtime.kernel.history.audit_check import read_log
     from xray_runtime.live.serving import NotServedError
@@ -96,9 +96,9 @@ def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHand
 
     private = signing_key(store.output)
     verifier = Verifier(trusted_keys(store.output))
-    found = [*check_recorded(store, read_log(store.output, verifier)[0], verifier, hashing=False)]
-    if found:
-        raise NotServedError(f"--record: {found[0].subject}: {found[0].detail}; see `xray recorded`")
+    findings = [*check_recorded(store, read_log(store.output, verifier)[0], verifier, hashing=False)]
+    if findings:
+        raise NotServedError(f"--record: {findings[0].subject}: {findings[0].detail}; see `xray recorded`")
     settings = RecorderSettings(
         output=store.output.absolute(),
         private=private.absolute(),

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import uvicorn
 
@@ -23,7 +23,7 @@ BACKLOG, KEEP_ALIVE_S, CLOSE_S = 2048, 75, 5
 
 
 class Gateway:
-    """Answers calls at `http://HOST:PORT/episodes/ID`. Use it in a `with` block.
+    """Answers calls at `http://HOST:PORT/episodes/ID`, until `close`.
 
     Args:
         generate: samples a batch of replies; called in threads, one call at a time.
@@ -111,9 +111,3 @@ class Gateway:
         self._loop.close()
         if self._spans is not None:
             self._spans.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -21,7 +21,6 @@ from xray_runtime.agents.sandboxes.base import Box, Limits, Program, Sandbox
 from xray_runtime.agents.sandboxes.remote import RemoteSandbox
 from xray_runtime.agents.supervisor import AgentWorker
 from xray_runtime.kernel.bounded_http import PLAIN, AnswerError, parsed, read
-from xray_runtime.methods.common.allowed_commands import check_agent
 from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.rewards.source import described
 
@@ -73,7 +72,7 @@ def open_runner(config: AgentConfig, log_path: Path) -> Runner:
         ValueError: it is not allowed, or no sandbox keeps it in.
     """
     # Here too: the config may come from a stranger's checkpoint.
-    check_agent(config)
+    config.check_allowed()
     if config.url is not None:
         return _ServiceRunner(config.url, config.timeout_s)
     limits = Limits(

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import xray_runtime
 from xray_runtime.agents import worker
+from xray_runtime.agents.worker_process import start_worker
 from xray_runtime.kernel.cores import load
 
 log = logging.getLogger(__name__)
@@ -85,20 +85,7 @@ class AgentWorker:
         self._reader.join()
 
     def _start(self) -> None:
-        root = str(Path(xray_runtime.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        theirs, self._held = os.pipe()
-        with self._log_path.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                env=os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
-                start_new_session=True,
-                pass_fds=[theirs],
-            )
-        os.close(theirs)
+        self._process, self._held, theirs = start_worker(worker.__name__, self._log_path)
         self._pending: dict[int, Future[Answer]] = {}
         self._write({"agent": self._agent, "path": sys.path, "parent": theirs})
         limit = START_S * load()

@@ -16,10 +16,8 @@ Every descendant of an agent ends with it: orphans become children of this proce
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
-import inspect
 import json
 import os
 import resource
@@ -33,8 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.agents.environments.worker import end_with, in_short
 from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_trees, prctl
+from xray_runtime.agents.sandboxes.call import called
+from xray_runtime.agents.worker_process import end_with, in_short, take_streams
 from xray_runtime.kernel.confine.confine import DOOR
 from xray_runtime.rewards.source import described
 
@@ -246,7 +245,10 @@ def _run_child(
         os.environ.update(request["variables"])
         os.dup2(logs[1], 1)
         assert agent is not None
-        answer = _called(agent, request["task"])
+        try:
+            answer = {"result": json.loads(called(agent, request["task"]))}
+        except BaseException as error:  # SystemExit too
+            answer = {"broken": f"it raised {in_short(error)}"}
         with os.fdopen(results[1], "wb") as file:
             file.write(json.dumps(answer).encode())
         code = 0
@@ -254,21 +256,6 @@ def _run_child(
         os.write(logs[1], f"{described(error)}\n".encode())
     finally:
         os._exit(code)
-
-
-def _called(agent: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
-    try:
-        result = agent(task)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        # numpy's and torch's numbers are no JSON; texts stay texts, to be refused.
-        return {"result": json.loads(json.dumps(result, default=float))}
-    except BaseException as error:  # SystemExit too
-        return {"broken": f"it raised {in_short(error)}"}
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _exec(request: dict[str, Any], stdout: int, doors: tuple[socket.socket, socket.socket] | None) -> None:
@@ -294,12 +281,7 @@ def _load(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def main() -> None:
-    # Keep the agents' output and input apart from the protocol.
-    answers, requests = os.dup(1), os.dup(0)
-    os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    answers, requests = take_streams()
 
     def say(answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode() + b"\n"

@@ -119,24 +119,28 @@ def policy_loss(
         loss: of each token; a built-in of `POLICY_LOSSES`, or your own.
 
     Returns:
-        (sum of the loss over valid tokens, sums: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)).
+        (sum of the loss over valid tokens, `clip_sums`).
 
     Raises:
         ValueError: `loss` returned something else than one number a token.
     """
-    valid = mask.to(logprobs.dtype)
     high = clip_range if clip_range_high is None else clip_range_high
     inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, mask, replies, clip_range, high, dual_clip)
     made = token_loss(loss, inputs, "it")
     total = made.loss if weights is None else made.loss * weights
-    with torch.no_grad():
-        nothing = torch.zeros_like(mask, dtype=torch.bool)
-        stats = {
-            "clip_count": ((nothing if made.clipped is None else made.clipped) * valid).sum(),
-            "dual_clip_count": ((nothing if made.dual_clipped is None else made.dual_clipped) * valid).sum(),
-            "approx_kl_sum": (kl_estimate(old_logprobs, logprobs, "k3") * valid).sum(),
-        }
-    return (total * valid).sum(), stats
+    return (total * mask.to(logprobs.dtype)).sum(), clip_sums(inputs, made)
+
+
+@torch.no_grad()
+def clip_sums(tokens: PolicyLossInputs, made: TokenLoss) -> dict[str, Tensor]:
+    """Sums over valid tokens: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)."""
+    valid = tokens.mask.to(tokens.logprobs.dtype)
+    nothing = torch.zeros_like(tokens.mask, dtype=torch.bool)
+    return {
+        "clip_count": ((nothing if made.clipped is None else made.clipped) * valid).sum(),
+        "dual_clip_count": ((nothing if made.dual_clipped is None else made.dual_clipped) * valid).sum(),
+        "approx_kl_sum": (kl_estimate(tokens.old_logprobs, tokens.logprobs, "k3") * valid).sum(),
+    }
 
 
 def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
@@ -158,12 +162,17 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
     return (ratio.detach() if estimator == "k2" else ratio) * kl_estimate(logprobs, ref_logprobs, estimator)
 
 
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> tuple[Tensor, Tensor]:
+    """(½ · max((v − R)², (clip(v, v_old ± ε) − R)²) of each token, which of them are clipped); any shape."""
+    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    plain, clipped = (values - returns).square(), (near - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).detach()
+
+
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """½ · max((v − R)², (clip(v, v_old ± ε) − R)²), summed over valid tokens; sums: `value_clip_count`."""
+    """(sum of `value_losses` over valid tokens, sums: `value_clip_count`)."""
     valid = mask.to(values.dtype)
-    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    plain, clipped = (values - returns).square(), (near - returns).square()
-    loss = 0.5 * torch.maximum(plain, clipped)
-    return (loss * valid).sum(), {"value_clip_count": ((clipped > plain) * valid).sum().detach()}
+    losses, clipped = value_losses(values, old_values, returns, clip_range=clip_range)
+    return (losses * valid).sum(), {"value_clip_count": (clipped * valid).sum()}

@@ -1,4 +1,4 @@
-"""The loss of a reward model, as a sum over pairs."""
+"""The loss of a reward model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from xray_runtime.algorithms.statistics import wins
 
 
-def pairwise_loss(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-    """Bradley–Terry: (sum of −log σ(chosen − rejected), number of pairs in the right order, ties half)."""
-    margin = chosen - rejected
-    return -torch.nn.functional.logsigmoid(margin).sum(), wins(chosen, rejected).sum()
+def pairwise_losses(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    """Bradley–Terry: (−log σ(chosen − rejected) of each pair [P], number of pairs in the right order, ties half)."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected), wins(chosen, rejected).sum()

@@ -29,9 +29,13 @@ class Generator(Workhorse):
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the previous model's engine."""
         self._begin(rank_info)
+        import torch
+
         from xray_runtime.engines.generation import Generation
         from xray_runtime.engines.sampling import EngineRank
 
+        if spec.config.capabilities.remote:
+            self.device = torch.device("cpu")  # this process has no GPU
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config):
                 self._engine.restart(spec.directory)

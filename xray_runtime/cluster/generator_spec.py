@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xray_runtime.engines.layouts import GeneratorConfig
 
-if TYPE_CHECKING:
-    from xray_runtime.cluster.workhorse import Workhorse
-
-USES = ("xray_runtime.cluster.whole_model",)
-"""Its proxy, so that a stage's key digests the code."""
+USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.generator")
+"""What runs it, so that a stage's key digests the code."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,6 @@ class GeneratorSpec:
     @property
     def libraries(self) -> str:
         return self.config.libraries
-
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        from xray_runtime.cluster.generator import Generator
-
-        return Generator
 
     def located(self, find: Callable[[Path], Path]) -> GeneratorSpec:
         """The spec for another node; `find` returns a directory's path there."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numpy as np
 import ray
 
-from xray_runtime.cluster.protocols import ModelHandle, Ref, WholeModelHandle
+from xray_runtime.cluster.protocols import ModelHandle, Ref, Scattered, WholeModelHandle
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.ragged import balance
@@ -22,7 +22,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
-    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer
+    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer, StepTotals
     from xray_runtime.engines.layouts import LayoutConfig
     from xray_runtime.engines.sampling import Sampling
 
@@ -32,20 +32,6 @@ B = TypeVar("B", bound=ColumnBatch)
 
 INLINE_BYTES = 100 * 1024
 """Shards of at most so many bytes travel inside the call: Ray keeps no object of its own for such arguments either."""
-
-
-@dataclass(frozen=True)
-class Scattered(Generic[B]):
-    """A batch in shards, one a replica."""
-
-    shards: list[B | Ref[B] | None]
-    """The rows, or a reference to them; None: the replica has none."""
-    places: list[np.ndarray]
-    """Indices of each shard's rows in the batch."""
-
-    def shard(self, number: int) -> B:
-        """A shard as an argument of a call: an actor gets the rows in place of a reference to them."""
-        return cast("B", self.shards[number])
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class ModelProxy:
     def _trunk(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
         return self.model.trunk.remote(self._scattered(rows), at_once)
 
-    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]:
         return self.model.train.remote(self._scattered(rows), totals, lr, at_once)
 
     def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[ReplyBatch]:

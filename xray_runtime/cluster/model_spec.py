@@ -11,12 +11,11 @@ from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.training_config import TrainingConfig
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.workhorse import Workhorse
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
 
-USES = ("xray_runtime.cluster.whole_model",)
-"""Its proxy, so that a stage's key digests the code."""
+USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.learner")
+"""What runs it, so that a stage's key digests the code."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,6 @@ class ModelSpec:
     @property
     def libraries(self) -> str:
         return self.layout.libraries
-
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        from xray_runtime.cluster.learner import Learner
-
-        return Learner
 
     @property
     def layout(self) -> FrozenConfig | EngineConfig:

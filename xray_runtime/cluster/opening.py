@@ -32,8 +32,10 @@ from xray_runtime.kernel.store.identity import environment_digest
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import OpenModels
-    from xray_runtime.kernel.graph.roles import ModelRole
+    from xray_runtime.engines.roles import ModelRole
 
+WORKHORSES: dict[type[Any], type[Workhorse]] = {ModelSpec: Learner, GeneratorSpec: Generator}
+"""Type of a spec → the Workhorses that hold such a model."""
 PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0
 """Time for a model to unload before its Workhorses are killed."""
@@ -93,7 +95,7 @@ def _open(
         return
     models = {role: _proxy() for role in specs}
     requests = {
-        role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role], spec.libraries)
+        role: Request(demand(role, spec.layout, runtime, where), WORKHORSES[type(spec)], models[role], spec.libraries)
         for role, spec in specs.items()
     }
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)

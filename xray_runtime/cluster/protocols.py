@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from xray_runtime.cluster.generator_spec import GeneratorSpec
-    from xray_runtime.cluster.handles import Scattered
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.types import Heartbeat, RankInfo, WorkerInfo
-    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+    from xray_runtime.data.columnar import ColumnBatch
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Device, Route
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+B = TypeVar("B", bound="ColumnBatch")
 T_co = TypeVar("T_co", covariant=True)
 Tried: TypeAlias = tuple[str, list[float]]
 """Precision of a trained model's passes, and its log-probabilities of a few tokens; none from ranks without them."""
@@ -71,6 +74,20 @@ def get_all(refs: Sequence[Ref[T]]) -> list[T]:
     return [get(ref) if isinstance(ref, Ready | Local) else next(answers) for ref in refs]
 
 
+@dataclass(frozen=True)
+class Scattered(Generic[B]):
+    """A batch in shards, one a replica."""
+
+    shards: list[B | Ref[B] | None]
+    """The rows, or a reference to them; None: the replica has none."""
+    places: list[np.ndarray]
+    """Indices of each shard's rows in the batch."""
+
+    def shard(self, number: int) -> B:
+        """A shard as an argument of a call: an actor gets the rows in place of a reference to them."""
+        return cast("B", self.shards[number])
+
+
 class Method(Protocol[P, T_co]):
     """A method of an actor. `remote` returns at once; the actor runs its calls one after the other."""
 
@@ -88,7 +105,7 @@ class Score(Protocol):
 
 
 class Train(Protocol):
-    def remote(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
+    def remote(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
 
 
 class ExportWeights(Protocol):
@@ -127,7 +144,7 @@ class ScoreShards(Protocol):
 
 class TrainShards(Protocol):
     def remote(
-        self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1
+        self, rows: Scattered[TextBatch], totals: StepTotals, lr: float, at_once: int = 1
     ) -> Ref[StepAnswer]: ...
 
 
@@ -183,7 +200,7 @@ class WorkhorseHandle(Protocol):
     # Learner
     score: Method[[TextBatch, int], Scores]
     trunk: Method[[TextBatch, int], Scores]
-    train: Method[[TextBatch, dict[str, float], float, int], StepAnswer]
+    train: Method[[TextBatch, StepTotals, float, int], StepAnswer]
     export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]

@@ -29,7 +29,6 @@ class PublishedChecks:
 
         from xray_runtime.cluster.micro_batches import as_arrays, joined
         from xray_runtime.data.batch import TextBatch
-        from xray_runtime.engines.layouts import with_precision
         from xray_runtime.models.objectives import ReferenceObjective
         from xray_runtime.models.published_check import tried_ids
 
@@ -39,7 +38,7 @@ class PublishedChecks:
             passes = self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20))
             scores = joined((batch, as_arrays(found)) for batch, found in passes)
         assert self.spec.training is not None
-        precision = with_precision(self.spec.training, self.device.type).engine.precision
+        precision = self.spec.training.resolved(self.device.type).engine.precision
         return precision, scores.ref_logprobs.values.tolist() if len(scores) else []
 
     def check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], tried: Tried) -> None:

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from xray_runtime.cluster.handles import Scattered
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import check_environment
 from xray_runtime.cluster.progress import find_progress
-from xray_runtime.cluster.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
+from xray_runtime.cluster.protocols import Ref, Scattered, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.cluster.staging import FileStager, merge_copy
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sync.route import Device, Route, choose_route
@@ -132,14 +131,13 @@ class WholeModel:
         """`Learner.trunk` of all rows, in order."""
         return _in_order(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
 
-    def train(self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         """One optimizer step over all rows; answers with sums over the rows, `grad_norm`, and the columns that the
         objective gives back, in order. Raises NonFiniteError as `score`.
 
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
-        totals = totals | {"step_rows": float(sum(map(len, rows.places)))}
         answers = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
         scores = [answer.scores for answer in answers]
         self._check_finite(scores, self._reporting())

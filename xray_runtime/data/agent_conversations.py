@@ -1,4 +1,4 @@
-"""The record of an agent's episode (`agents.episodes.agent_records`) as a conversation with branches, for display."""
+"""The record of an agent's episode (`agents.agent_records`) as a conversation with branches, for display."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ writer and its reader have to know it. A column that a batch lacks raises an Att
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -207,6 +208,29 @@ class Scores(ColumnBatch[A]):
 
 
 KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What each micro-batch of an optimizer step must know of the whole step, over all its micro-batches and ranks.
+
+    A loss that is divided by a count that nobody gave is NaN, and engines skip such a step.
+    """
+
+    tokens: float = math.nan
+    """Number of response tokens that count."""
+    rows: float = math.nan
+    """Number of replies, or of pairs."""
+    kl_coef: float = 0.0
+    """Weight of the KL in the loss."""
+    baseline: float = 0.0
+    """KTO's z."""
+
+    @staticmethod
+    def of(rows: TextBatch, *, kl_coef: float = 0.0, baseline: float = 0.0) -> StepTotals:
+        """Those of a step over `rows`."""
+        tokens = float(rows.num_response_tokens()) if "prompt_lengths" in rows else math.nan
+        return StepTotals(tokens=tokens, rows=float(len(rows)), kl_coef=kl_coef, baseline=baseline)
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,12 @@ LEDGER = (
 each list column C, and `C_mean` is the mean of a column of numbers."""
 
 TOTALS = (
-    listed(
-        "tokens", "number", "float", "training, methods.ppo.update", "models.objectives", "response tokens that count"
-    ),
-    listed("rows", "number", "float", "training, methods.ppo.update", "models.objectives", "rows of the step"),
-    listed("pairs", "number", "float", "methods.dpo.body", "methods.common.preference_objectives", "pairs of the step"),
+    listed("tokens", "number", "float", "methods", "models.objectives", "response tokens that count"),
+    listed("rows", "number", "float", "methods", "models.objectives", "replies, or pairs, of the step"),
     listed("kl_coef", "number", "float", "methods.ppo.update", _POLICY, "weight of a KL in the loss"),
     listed("baseline", "number", "float", "methods.kto.body", "methods.common.preference_objectives", "KTO's z"),
 )
-"""`methods.common.training.steps.StepTotals`: inputs of a step, over all its rows."""
+"""`data.batch.StepTotals`: inputs of a step, over all its rows."""
 
 STATISTICS = (
     listed("grad_norm", "number", "float", "engines.trainers", "training, methods.ppo.metrics", "before clipping"),

@@ -92,6 +92,17 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
 
 
+def answered_iterations(directory: Path, last: int) -> Iterator[tuple[int, pa.Table]]:
+    """(iteration, its rows in order) of each shard up to `last` that has the answers of environments or agents. Raises
+    ValueError if a shard is damaged."""
+    for number in iterations(directory):
+        if number > last:
+            return
+        table = read_shard(shard_path(directory, number)).table
+        if ANSWERS in table.column_names:
+            yield number, table.sort_by("row")
+
+
 def lists(column: Ragged, type: pa.DataType) -> pa.Array:
     """A ragged column as lists without nulls."""
     item = pa.field("item", type, nullable=False)

@@ -27,6 +27,9 @@ class Sharding:
     """Most elements of the buffer in which gradients are reduced, from level 1 on."""
     gathered_elements: int = 1_000_000_000
     """Most parameters that level 3 keeps gathered."""
+    gathered_layers: int | None = None
+    """Level 3 gathers so many layers at a time, and the embeddings and the output layer; None: as many parameters as
+    `gathered_elements` says, whatever their layer."""
     copies_float32: bool = False
     """From level 1 on, float32 weights have a float32 copy that the optimizer steps."""
     keeps_gradients: bool = False
@@ -81,22 +84,3 @@ class GeneratorCapabilities:
     """It has its own implementation of each family, so that one that was never tried is tried first."""
     memory_pool: bool = False
     """It has an allocator for GPU memory that can be moved to the host and back, which trained models use as well."""
-
-
-def can(capabilities: object, capability: str, value: object = True) -> bool:
-    """Whether a plug has a capability; of one that is several things, whether `value` is among them."""
-    has: object = getattr(capabilities, capability)
-    return value in has if isinstance(has, tuple) else bool(has)
-
-
-def unsupported(feature: str, where: str, able: Collection[str] = (), why: str = "") -> str:
-    """The line that says that something is not supported.
-
-    Args:
-        feature: a field and its value.
-        where: what it is not supported with.
-        able: names of the plugs that support it.
-        why: the reason or the remedy.
-    """
-    others = f" ({' and '.join(able)} can)" if able else ""
-    return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")

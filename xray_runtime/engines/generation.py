@@ -70,6 +70,7 @@ class Generation:
         load failed midway.
         """
         self.weights.use(version)
+        self._sampler.catch_up(self.weights.held, version)
         replies = self._sampler.sample(prompts, seeds, sampling)
         ended = [reply.ended(sampling) for reply in replies]
         if sampling.stop:

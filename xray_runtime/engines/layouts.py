@@ -7,29 +7,19 @@ file.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
-from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities, can, unsupported
+from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities
+from xray_runtime.kernel.config.plug_section import PlugSection
 from xray_runtime.kernel.config.section import Section
-from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.plugs import Registry, able, can, unsupported
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
 
 Precision = Literal["auto", "float32", "bfloat16"]
-S = TypeVar("S", bound=BaseModel)
 
 
 class TrainerPlug(Protocol):
@@ -56,76 +46,6 @@ TRAINERS: Registry[TrainerPlug] = Registry("library", "xray_runtime.engines.trai
 GENERATORS: Registry[GeneratorPlug] = Registry(
     "engine", "xray_runtime.engines.generators", "GENERATOR", "xray.generators"
 )
-
-
-class PlugSection(Section):
-    """The config of a plug. The class that has a `registry` stands for the config of any of its plugs: as the type of a
-    field, and as a function that makes one."""
-
-    # The plugs are loaded when the first field of this type is declared, or the first config is read.
-    model_config = ConfigDict(defer_build=True)
-
-    registry: ClassVar[Registry[Any]]
-    tag: ClassVar[str]
-    """The field that names the plug."""
-    default: ClassVar[str]
-    """The plug where the field is left out."""
-
-    def __new__(cls, *args: object, **fields: object) -> Self:
-        chosen: type[Self] = cls
-        if "registry" in vars(cls):
-            chosen = cls.registry.get(str(fields.get(cls.tag, cls.default))).config
-        return super().__new__(chosen)
-
-    @classmethod
-    def members(cls) -> list[type[PlugSection]]:
-        """The configs of all plugs, or the class itself if it is one."""
-        return [cls.registry.get(name).config for name in cls.registry] if "registry" in vars(cls) else [cls]
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /) -> CoreSchema:
-        if "registry" not in vars(cls):
-            return handler(source)
-        union: Any = Union[tuple(cls.members())]  # noqa: UP007
-        named = BeforeValidator(lambda value: {cls.tag: cls.default, **value} if isinstance(value, dict) else value)
-        return handler.generate_schema(Annotated[union, Field(discriminator=cls.tag), named])
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
-        """As validation: the tag may be left out, so that a config may be one of several plugs."""
-        found = handler(schema)
-        return {"anyOf": found["oneOf"]} if "oneOf" in found else found
-
-    @classmethod
-    def lacks(cls, field: str) -> str | None:
-        """The line that refuses a field which only other plugs have; None: no plug has it."""
-        having = [name for name in cls.registry if field in cls.registry.get(name).config.model_fields]
-        return unsupported(field, f"{cls.tag} = {cls.model_fields[cls.tag].default!r}", having) if having else None
-
-    @property
-    def name(self) -> str:
-        """The plug's name."""
-        return str(getattr(self, self.tag))
-
-    def plugs(self) -> tuple[str, ...]:
-        return (self.registry.module(self.name),)
-
-    def require(self, capability: str, feature: str, field: str = "", value: object = True, why: str = "") -> None:
-        """Raises ValueError unless the plug has the `capability` that `feature`, a field and its value, needs.
-
-        Args:
-            field: the path of this section.
-            value: where the capability is several things, the one that is needed.
-            why: the end of the line.
-        """
-        if not can(self.registry.get(self.name).capabilities, capability, value):
-            where = f"{field}{field and '.'}{self.tag} = {self.name!r}"
-            raise ValueError(unsupported(feature, where, able(self.registry, capability, value), why))
-
-
-def able(registry: Registry[Any], capability: str, value: object = True) -> list[str]:
-    """Names of the plugs that have a capability."""
-    return [name for name in registry if can(registry.get(name).capabilities, capability, value)]
 
 
 class LayoutConfig(Section):
@@ -172,11 +92,26 @@ class LayoutConfig(Section):
             )
 
 
-class FrozenConfig(LayoutConfig):
+class ComputedConfig(LayoutConfig):
+    """The layout and precision of one model."""
+
+    precision: Precision = "auto"
+
+    def automatic_precision(self, device: str) -> Literal["float32", "bfloat16"]:
+        """The meaning of `auto` on `device` ("cpu" or "cuda")."""
+        return "bfloat16" if device == "cuda" else "float32"
+
+    def resolved(self, device: str) -> Self:
+        found = super().resolved(device)
+        chosen = {"precision": self.automatic_precision(device)} if self.precision == "auto" else {}
+        return found.model_copy(update=chosen)
+
+
+class FrozenConfig(ComputedConfig):
     """The layout and precision of models that only score."""
 
     library: str = "deepspeed"
-    """The trainer that splits or shards the model: `deepspeed`."""
+    """The trainer that splits or shards the model; which can, the page of engines says (`scoring`)."""
     zero_stage: Literal[0, 3] = 0
     """3: shard the weights over the data-parallel Workhorses, which gather each layer when they compute it."""
     precision: Precision = "auto"
@@ -184,22 +119,21 @@ class FrozenConfig(LayoutConfig):
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
-        capabilities = TRAINERS.get(self.library).capabilities
-        if not capabilities.scoring:
-            feature = "a model that only scores"
-            raise ValueError(unsupported(feature, f"library = {self.library!r}", able(TRAINERS, "scoring")))
+        needed = {"scoring": "a model that only scores"}
+        for field in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(self, field) > 1:
+                needed[field] = f"{field} = {getattr(self, field)}"
+        for capability, feature in needed.items():
+            if not can(TRAINERS.get(self.library).capabilities, capability):
+                raise ValueError(unsupported(feature, f"library = {self.library!r}", able(TRAINERS, capability)))
         self.check_sharding(self.zero_stage, (0,))
         return self
 
     def plugs(self) -> tuple[str, ...]:
         return (TRAINERS.module(self.library),) if self.is_split or self.zero_stage else ()
 
-    def automatic_precision(self, device: str) -> Literal["float32", "bfloat16"]:
-        """The meaning of `auto` on `device` ("cpu" or "cuda")."""
-        return "bfloat16" if device == "cuda" else "float32"
 
-
-class EngineConfig(LayoutConfig, PlugSection):
+class EngineConfig(ComputedConfig, PlugSection):
     """How one model is trained. Each trainer has further fields, which stand in its own file."""
 
     registry = TRAINERS
@@ -243,10 +177,6 @@ class EngineConfig(LayoutConfig, PlugSection):
         """Whether optimizer states, and at level 3 weights, are kept elsewhere than in the memory of `device`."""
         return False
 
-    def automatic_precision(self, device: str) -> Literal["float32", "bfloat16"]:
-        """The meaning of `auto` on `device` ("cpu" or "cuda")."""
-        return "bfloat16" if device == "cuda" else "float32"
-
     def check_written(self) -> None:
         """Raises ValueError if fields conflict that `runtime.parallel: auto` may still change."""
 
@@ -258,24 +188,6 @@ class EngineConfig(LayoutConfig, PlugSection):
         for field, allowed in self.capabilities.on_cpu.items():
             if (value := getattr(self, field)) not in allowed:
                 raise ValueError(unsupported(f"{path}.{field} = {value!r}", f"library = {self.library!r} on CPU"))
-
-
-def with_precision(section: S, device: str) -> S:
-    """`section` with the precision that `auto` means on `device` ("cpu" or "cuda"), however deep in it."""
-    found = {name: _with_precision(getattr(section, name), device) for name in type(section).model_fields}
-    if isinstance(section, FrozenConfig | EngineConfig) and section.precision == "auto":
-        found["precision"] = section.automatic_precision(device)
-    return section.model_copy(update=found)
-
-
-def _with_precision(value: Any, device: str) -> Any:
-    if isinstance(value, BaseModel):
-        return with_precision(value, device)
-    if isinstance(value, list):
-        return [_with_precision(item, device) for item in value]
-    if isinstance(value, dict):
-        return {key: _with_precision(item, device) for key, item in value.items()}
-    return value
 
 
 def check_one_row_each(engine: LayoutConfig, field: str, rows: int, section: str = "engine") -> None:

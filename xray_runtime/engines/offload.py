@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from xray_runtime.engines.generator import MemoryPool, generator
-from xray_runtime.engines.layouts import GENERATORS, able
+from xray_runtime.engines.layouts import GENERATORS
+from xray_runtime.kernel.plugs import able
 
 TAG = "training"
 

@@ -15,6 +15,7 @@ temperatures each library uses its own random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +74,11 @@ class Sampler(Protocol):
 
     def write(self, tensors: Tensors, version: int) -> None:
         """Write whole tensors into the model by their Hugging Face names; see `sync.versioned.Write`."""
+
+    def catch_up(self, held: Callable[[], Tensors], version: int) -> None:
+        """Called before every `sample`, with all weights of `version`: copies of the model that `write` did not reach,
+        because they joined later, take them now."""
+        return
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU, which the generator's `DirectSender` drives: `init` once, then

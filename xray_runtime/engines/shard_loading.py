@@ -174,11 +174,16 @@ def load_shard(
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()
         head.weight = value.to(device).requires_grad_()
+    load_buffers(module, weights, device)
+    if mapped:
+        module.register_forward_hook(lambda *_: weights.mapped.check_unchanged())
+
+
+def load_buffers(module: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Bring the buffers of `module` onto `device`, with the values of those that the checkpoint holds."""
     for name, buffer in module.named_buffers():
         read_one = weights.buffer(name)
         buffer.data = (buffer if read_one is None else read_one.to(buffer.dtype)).to(device)
-    if mapped:
-        module.register_forward_hook(lambda *_: weights.mapped.check_unchanged())
 
 
 def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:

@@ -1,8 +1,8 @@
 """A trained model on disk, independent of its layout: pieces of float32 tensors by Hugging Face name.
 
-Every rank writes one shard (see `shards`) with its pieces of `weight/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
-so that each element is in one shard, and hashes it as it writes. Under any layout a rank reads only the byte ranges of
-what it holds.
+Every rank writes one shard (see `shards`) with its pieces of `weight/NAME` and of the optimizer's states, such as
+`exp_avg/NAME`, so that each element is in one shard, and hashes it as it writes. Under any layout a rank reads only the
+byte ranges of what it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,14 @@ def share(piece: Piece, number: int, holders: int) -> Piece:
 def write(
     directory: Path,
     rank: int,
-    pieces: Mapping[str, Piece],
-    kinds: Iterable[str],
+    pieces: Mapping[tuple[str, str], Piece],
     step: int,
     held: Callable[[str, str], Tensor],
 ) -> None:
     """Write the shard of `rank`, one tensor at a time.
 
     Args:
-        pieces: Hugging Face name → what this rank writes of each tensor; some may be empty.
+        pieces: (kind, Hugging Face name) → what this rank writes of each tensor; some may be empty.
         step: number of optimizer steps done.
         held: (kind, name) → the flattened piece. It is called once for each, in order, also for empty ones.
 
@@ -64,17 +63,15 @@ def write(
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"rank-{rank:05d}.safetensors"
-    placed = {f"{kind}/{name}": piece for name, piece in pieces.items() for kind in kinds}
-    head, places = float32_header({key: (piece.size,) for key, piece in placed.items() if piece.size})
+    head, places = float32_header({f"{kind}/{name}": (p.size,) for (kind, name), p in pieces.items() if p.size})
     digest = hashlib.sha256(head)
     with file.open("wb") as out:
         out.write(head)
-        for key, piece in placed.items():
-            kind, _, name = key.partition("/")
+        for (kind, name), piece in pieces.items():
             tensor = held(kind, name)
             if not all_finite(tensor):
                 raise NonFiniteError(f"the {kind} {name} has numbers that are not finite: no snapshot is made")
-            assert tensor.shape == (piece.size,), f"{key}: {tuple(tensor.shape)} is not {piece}"
+            assert tensor.shape == (piece.size,), f"{kind}/{name}: {tuple(tensor.shape)} is not {piece}"
             raw: Any = tensor.detach().cpu().float().contiguous().numpy()
             out.write(raw.data)
             digest.update(raw.data)
@@ -82,7 +79,11 @@ def write(
         out.flush()
         os.fsync(out.fileno())
         size = out.tell()
-    found = {key: placed[key].model_copy(update={"offset": place.start}) for key, place in places.items()}
+    found = {
+        key: piece.model_copy(update={"offset": places[key].start})
+        for (kind, name), piece in pieces.items()
+        if (key := f"{kind}/{name}") in places
+    }
     shard = Shard(file=file.name, sha256=digest.hexdigest(), size=size, step=step, pieces=found)
     write_atomic(index_path(file), shard.model_dump_json())
 

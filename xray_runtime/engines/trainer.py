@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from xray_runtime.engines.layouts import TRAINERS, FrozenConfig, TrainerPlug, with_precision
+from xray_runtime.engines.layouts import TRAINERS, FrozenConfig, TrainerPlug
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def trainer(name: str) -> Trainer:
 
 def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> Engine:
     """The engine of `training.engine`'s layout, with this rank's part of `module`; see `Trainer.engine`."""
-    training = with_precision(training, device.type)
+    training = training.resolved(device.type)
     training.engine.check_written()
     training.engine.check_device(device.type, "engine")
     return trainer(training.engine.library).engine(module, training, checkpoint, device)
@@ -82,7 +82,7 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     from xray_runtime.engines.engine import Scorer
     from xray_runtime.engines.shard_loading import Weights, load_shard
 
-    layout = with_precision(layout, device.type)
+    layout = layout.resolved(device.type)
     if layout.is_split or (layout.zero_stage and layout.data_parallel > 1):
         return trainer(layout.library).scorer(module, layout, checkpoint, device)
     load_shard(module, Weights(module, checkpoint), device, getattr(torch, layout.precision), frozen=True)

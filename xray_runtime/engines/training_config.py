@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.capabilities import unsupported
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig, check_one_row_each
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section, UnitInterval
+from xray_runtime.kernel.plugs import unsupported
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
 if TYPE_CHECKING:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
 USES: tuple[str, ...] = ()
 """The key of a stage digests the modules of the plugs that its config chooses, through `Registry.module`."""
+
+
+REGISTRIES: dict[str, Registry[Any]] = {}
+"""Group of entry points → its registry."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Registry(Generic[T]):
     """The object that the module of every plug exposes."""
     group: str
     """Entry points: `name = "package.module"`, or `"package.module:OBJECT"`."""
+
+    def __post_init__(self) -> None:
+        REGISTRIES.setdefault(self.group, self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -67,5 +74,29 @@ class Registry(Generic[T]):
         for point in importlib.metadata.entry_points(group=self.group):
             place = (point.module, point.attr or self.attribute)
             if found.setdefault(point.name, place) != place:
-                raise ValueError(f"{self.sort} {point.name!r} is there twice: {found[point.name][0]}, {point.module}")
+                raise ValueError(f"{self.sort} {point.name!r} is defined twice: {found[point.name][0]}, {point.module}")
         return dict(sorted(found.items()))
+
+
+def can(capabilities: object, capability: str, value: object = True) -> bool:
+    """Whether a plug has a capability; of one that is several things, whether `value` is among them."""
+    has: object = getattr(capabilities, capability)
+    return value in has if isinstance(has, tuple) else bool(has)
+
+
+def unsupported(feature: str, where: str, able: Collection[str] = (), why: str = "") -> str:
+    """The line that says that something is not supported.
+
+    Args:
+        feature: a field and its value.
+        where: what it is not supported with.
+        able: names of the plugs that support it.
+        why: the reason or the remedy.
+    """
+    others = f" ({', '.join(able)} can)" if able else ""
+    return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")
+
+
+def able(registry: Registry[Any], capability: str, value: object = True) -> list[str]:
+    """Names of the plugs that have a capability."""
+    return [name for name in registry if can(registry.get(name).capabilities, capability, value)]

@@ -41,9 +41,9 @@ def begin(output: Path, name: str, candidate: str, champion: str, first: int, ru
             name=name, candidate=candidate, champion=champion, first=first, rules=rules, by=getpass.getuser()
         )
         evidence().append(output, entry, locked=True)
-        found = canary_of(view(output), candidate)
-    assert found is not None
-    return found
+        canary = canary_of(view(output), candidate)
+    assert canary is not None
+    return canary
 
 
 def end(output: Path, decision: CanaryEnded) -> CanaryEnded:
@@ -80,8 +80,8 @@ def gate(output: Path, candidate: str, champion: str, public: Path | None) -> Ga
         log = evidence().sound_view(output, public)
     except (OSError, ValueError) as error:
         return Gate(name="canary", passed=False, reason=f"the canary cannot be verified ({error})")
-    found = canary_of(log, candidate)
-    if found is None or found.began.champion != champion:
+    canary = canary_of(log, candidate)
+    if canary is None or canary.began.champion != champion:
         return None
-    passed = found.ended is not None and found.ended.outcome == "passed"
-    return Gate(name="canary", passed=passed, reason=f"canary {summary(found)}")
+    passed = canary.ended is not None and canary.ended.outcome == "passed"
+    return Gate(name="canary", passed=passed, reason=f"canary {summary(canary)}")

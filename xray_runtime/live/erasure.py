@@ -1,8 +1,8 @@
 """Erasing texts below an output directory: which files hold them, and how each kind of file loses them.
 
 A text is searched as it is, and as JSON, JSON in JSON, and HTML write it. Comparisons lose the rows that have it,
-databases the values; any other file is removed. Weights, encrypted segments, keys and the signed log hold no text to be
-found.
+databases the values; any other file is removed. Weights, encrypted segments, keys and the signed log contain no plain
+text.
 """
 
 from __future__ import annotations
@@ -47,28 +47,29 @@ class TextPattern:
 def _forms(text: str) -> Iterator[bytes]:
     for plain in {text, html.escape(text), html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")}:
         for once in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
-            # A database may hold JSON that holds JSON.
+            # A database may contain JSON inside JSON.
             for written in (once, json.dumps(once)[1:-1], json.dumps(once, ensure_ascii=False)[1:-1]):
                 yield written.encode("utf-8", "surrogatepass")
 
 
 def files_with(output: Path, pattern: TextPattern) -> list[Path]:
     """The files below `output` that hold one of the texts; links are not followed."""
-    found = []
-    for place, folders, names in os.walk(output):
-        if Path(place) == output:
+    paths = []
+    for directory, folders, names in os.walk(output):
+        if Path(directory) == output:
             folders[:] = [name for name in folders if name not in LEFT_ALONE]
             names = [name for name in names if name not in LEFT_ALONE]
-        for path in (Path(place, name) for name in names):
+        for path in (Path(directory, name) for name in names):
             if path.suffix not in WEIGHTS and not path.is_symlink() and path.is_file():
                 with contextlib.suppress(FileNotFoundError):
                     if pattern.is_in(path.read_bytes()) or _is_in_database(path, pattern):
-                        found.append(path)
-    return sorted(found)
+                        paths.append(path)
+    return sorted(paths)
 
 
 def _is_in_database(path: Path, pattern: TextPattern) -> bool:
-    """Whether a value of a database has one of the texts: a long one is split over pages, so its bytes do not show."""
+    """Whether a value of a database has one of the texts: a long one is split across pages, so the file's bytes may not
+    contain it."""
     if not is_sqlite(path):
         return False
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as connection:
@@ -115,7 +116,7 @@ def erase_file(path: Path) -> None:
 
 
 def erase_from_database(path: Path, pattern: TextPattern) -> None:
-    """Replace the texts in every value of a database, and write it anew, so that its free pages do not have them."""
+    """Replace the texts in every value of a database, and rebuild it, so that its free pages do not contain them."""
     with contextlib.closing(sqlite3.connect(_main(path), timeout=60)) as connection:
         connection.execute("pragma secure_delete = on")
         for table, column in _columns(connection):
@@ -140,26 +141,26 @@ def loses_rows(path: Path, pattern: TextPattern) -> bool:
 
 
 def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None:
-    """Have a comparison lose the questions and verdicts that have a text, and the verdicts on these questions."""
+    """Remove from a comparison the questions and verdicts that contain a text, and the verdicts on these questions."""
     try:
         contents, is_sound = read_signed(output, comparison, (REPLIES, JUDGEMENTS)), True
     except ConfigError:
-        # A file that somebody else changed loses the texts too, and stays unsigned.
+        # A file with foreign changes loses the texts too, and stays unsigned.
         paths = {name: comparison / name for name in (REPLIES, JUDGEMENTS)}
         contents = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
         is_sound = False
     lines = {name: content.splitlines(keepends=True) for name, content in contents.items()}
-    kept = {name: [line for line in found if not pattern.is_in(line)] for name, found in lines.items()}
-    numbers = {_number(line) for line in kept.get(REPLIES, [])}
-    kept[JUDGEMENTS] = [line for line in kept.get(JUDGEMENTS, []) if _number(line) in numbers]
-    there = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
-    whole = {name: b"".join(found) for name, found in kept.items() if name in there}
+    remaining = {name: [line for line in name_lines if not pattern.is_in(line)] for name, name_lines in lines.items()}
+    numbers = {_number(line) for line in remaining.get(REPLIES, [])}
+    remaining[JUDGEMENTS] = [line for line in remaining.get(JUDGEMENTS, []) if _number(line) in numbers]
+    present = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
+    rewritten = {name: b"".join(name_lines) for name, name_lines in remaining.items() if name in present}
     if is_sound:
-        write_signed(output, comparison, whole)
+        write_signed(output, comparison, rewritten)
         # A copy from before the withdrawal is refused.
         log_signed(output, comparison)
         return
-    for name, content in whole.items():
+    for name, content in rewritten.items():
         write_atomic(comparison / name, content)
 
 
@@ -171,7 +172,7 @@ def _number(line: bytes) -> int | None:
 
 
 def rewrite(output: Path, paths: Iterable[Path], pattern: TextPattern) -> None:
-    """Have databases and comparisons lose the texts."""
+    """Remove the texts from databases and comparisons."""
     comparisons = set()
     for path in paths:
         if is_database(path):

@@ -44,7 +44,7 @@ SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
 LIVE = ("champion", "candidate")
 PAGES = "lineage"
 TEXT_FIELDS = {"", "content", "text", "prompt", "input", "better", "correction", "arguments"}
-"""Fields of a recorded row with texts that people wrote and read; names of roles, models and the like are none."""
+"""Fields of a recorded row with texts that people wrote and read; names of roles or models do not count."""
 
 
 @dataclass
@@ -91,37 +91,37 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
     if not rows and subject not in {entry.subject for entry in view(output).state(Withdrawals)}:
         raise ConfigError(f"--user: {user!r} is not allowed: nothing of them is recorded in {str(output)!r}")
     pattern = TextPattern(text for row in rows for text in _texts(row["texts"]))
-    found = files_with(output, pattern)
+    text_files = files_with(output, pattern)
     home = output / CHECKPOINTS
-    names = {path.relative_to(home).parts[0] for path in found if path.is_relative_to(home)}
+    names = {path.relative_to(home).parts[0] for path in text_files if path.is_relative_to(home)}
     nodes = store.graph.nodes.values()
-    plan = _plan(store, subject, [n for n in nodes if n.directory.name in names or _lists(n, pseudonym)], found)
+    plan = _plan(store, subject, [n for n in nodes if n.directory.name in names or _lists(n, pseudonym)], text_files)
     plan.pattern, plan.key, plan.user = pattern, keys / pseudonym, user
     return plan
 
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
     """The plan for a source of data, by its name in a config or its digest. Raises ConfigError if nothing read it."""
-    read = [(node, found) for node in store.graph.nodes.values() for found in store.graph.own_sources(node.sha256)]
+    read = [(node, one) for node in store.graph.nodes.values() for one in store.graph.own_sources(node.sha256)]
     chosen = {f.digest: f for _, f in read if source in (f.name, f.digest, Path(f.name).name)}
     if not chosen:
-        names = ", ".join(sorted({repr(found.name) for _, found in read})) or "none"
+        names = ", ".join(sorted({repr(one.name) for _, one in read})) or "none"
         raise ConfigError(f"--source: {source!r} is not allowed: must be one that a checkpoint read: {names}")
     if len(chosen) > 1:
         raise ConfigError(f"--source: {source!r} names {len(chosen)} versions: must be a digest: {', '.join(chosen)}")
-    [(digest, found)] = chosen.items()
+    [(digest, one)] = chosen.items()
     holders = {node.sha256: node for node, one in read if one.digest == digest}
-    return _plan(store, f"source {found.kind}:{digest}", list(holders.values()), [])
+    return _plan(store, f"source {one.kind}:{digest}", list(holders.values()), [])
 
 
-def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Path]) -> Withdrawal:
+def _plan(store: LineageStore, subject: str, holders: list[Node], text_files: list[Path]) -> Withdrawal:
     graph, output = store.graph, store.output
     shas = {node.sha256 for node in holders}
     # After a crash its text may be gone already; the signed entry still names what held it.
     shas |= {sha for entry in view(output).state(Withdrawals) if entry.subject == subject for sha in entry.holders}
     holders = [graph.nodes[sha] for sha in graph.ancestors(sorted(shas)) if sha in shas and sha in graph.nodes]
     below = [graph.nodes[sha] for sha in graph.descendants(sorted(shas)) if sha in graph.nodes and sha not in shas]
-    files = set(found)
+    files = set(text_files)
     for node in (*holders, *below):
         files |= set(_text_files(output, node))
     if holders:
@@ -141,7 +141,7 @@ def _lists(node: Node, pseudonym: str) -> bool:
     try:
         return path.exists() and pseudonym in json.loads(path.read_bytes())
     except (ValueError, TypeError):
-        return True  # damaged, so nobody can tell
+        return True  # damaged, so it may have some
 
 
 def _text_files(output: Path, node: Node) -> Iterator[Path]:
@@ -219,7 +219,7 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
         return []
     try:
         if forget_person(store.tracking_uri, plan.user, plan.key.name) and store.artifacts is not None:
-            # Its free pages have the texts still.
+            # Its free pages still contain the texts.
             erase_from_database(store.output / "mlflow.db", TextPattern(()))
     # MLflow raises errors of its own, of its database and of its client; the text may be there still.
     except Exception as error:
@@ -238,23 +238,23 @@ def reasons_against(store: LineageStore, node: Node) -> list[str]:
         return []
     marked = {sha: e.subject for e in log.state(Withdrawals) for sha in (*e.holders, *e.descendants)}
     sources = {e.subject.partition(" ")[2] for e in log.state(Withdrawals) if e.subject.startswith("source ")}
-    texts, found = WithdrawnTexts.read(store.output / FOLDER / TEXTS), []
+    texts, reasons = WithdrawnTexts.read(store.output / FOLDER / TEXTS), []
     for sha in store.graph.ancestors([node.sha256]):
         ancestor = store.graph.nodes.get(sha)
         name = ancestor.name if ancestor is not None else f"checkpoint {sha[:12]}"
         if sha in marked:
-            found.append(f"{name}: {marked[sha]} was withdrawn from it")
+            reasons.append(f"{name}: {marked[sha]} was withdrawn from it")
         elif ancestor is None or ancestor.statement is None:
-            found.append(f"{name}: it cannot be told whether what was withdrawn is in it")
+            reasons.append(f"{name}: it cannot be told whether what was withdrawn is in it")
         elif any(f"{s.kind}:{s.digest}" in sources for s in ancestor.statement.predicate.build.internal.sources):
-            found.append(f"{name}: it read a source that was withdrawn")
+            reasons.append(f"{name}: it read a source that was withdrawn")
         elif ancestor.is_data and _holds(ancestor, texts):
-            found.append(f"{name}: it has texts that were withdrawn")
-    return found
+            reasons.append(f"{name}: it has texts that were withdrawn")
+    return reasons
 
 
 def refusal(store: LineageStore, node: Node) -> str | None:
-    """One line on why a model must not be live; None if nothing speaks against it. Doubt speaks against it."""
+    """One line on why a model must not be live, also if that cannot be verified; None if it may be."""
     try:
         reasons = reasons_against(store, node)
     except (OSError, ValueError) as error:
@@ -283,18 +283,20 @@ def verify(store: LineageStore) -> list[str]:
     log, output = view(store.output), store.output
     if not log.state(Withdrawals):
         raise ConfigError(f"--verify: nothing was withdrawn in {str(output)!r}")
-    found = []
+    contradictions = []
     for (name, alias), decision in sorted(log.decided.items()):
         if alias in LIVE:
             node = store.graph.nodes.get(decision.checkpoint)
             whys = reasons_against(store, node) if node is not None else ["it is not in the store"]
-            found += [f"{name}@{alias} is {decision.checkpoint[:12]}: {why}" for why in whys]
-    found += [f"{name}: it was erased, and is there" for name in sorted(log.erased) if (output / name).exists()]
+            contradictions += [f"{name}@{alias} is {decision.checkpoint[:12]}: {why}" for why in whys]
+    contradictions += [
+        f"{name}: it was erased, and is there" for name in sorted(log.erased) if (output / name).exists()
+    ]
     for entry in log.state(Withdrawals):
         kind, _, pseudonym = entry.subject.partition(" ")
         if kind == "user" and _reads(output, pseudonym, entry.at):
-            found.append(f"{RECORDED}/{KEYS}/{pseudonym}: it reads texts from before the withdrawal")
-    return found
+            contradictions.append(f"{RECORDED}/{KEYS}/{pseudonym}: it reads texts from before the withdrawal")
+    return contradictions
 
 
 def _reads(output: Path, pseudonym: str, at: str) -> bool:

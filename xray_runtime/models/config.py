@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import Count, Section
 from xray_runtime.kernel.config.sources import Source
 
@@ -50,14 +49,6 @@ class HubModel(Section):
     chat_template: ChatTemplate | None = None
     """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
     checkpoint contains it."""
-
-
-class HubBase(HubModel):
-    """All fields of the stage kind `base`."""
-
-    generator: GeneratorConfig | None = None
-    """The engine that samples later; vLLM is tried here on a family that it was not tried on before, so that nothing is
-    trained that it cannot sample from. None: no trial."""
 
 
 class PretrainedBase(HubModel):

@@ -167,14 +167,21 @@ class HeadedLM(nn.Module):
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
-    def with_auxiliary(self, task: Callable[[HeadedLM], T]) -> tuple[T, Tensor]:
-        """(`task(module)`, the auxiliary loss [] of all its passes with gradients, times its coefficient)."""
+    def noting_auxiliary(self) -> HeadedLM:
+        """This module where it has no auxiliary loss, else one whose passes with gradients note theirs."""
+        if self.auxiliary is None:
+            return self
+        # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
+        # whole new ones.
+        module = HeadedLM.__new__(HeadedLM)
+        module.__dict__ = self.__dict__ | {"_auxiliary_losses": list[Tensor]()}
+        return module
+
+    def auxiliary_loss(self) -> Tensor:
+        """The auxiliary loss [] of all passes since `noting_auxiliary`, times its coefficient."""
         assert self.auxiliary is not None
-        # A shallow copy, since several threads may be in a pass of this module.
-        module, losses = copy.copy(self), list[Tensor]()
-        module.__dict__ = self.__dict__ | {"_auxiliary_losses": losses}
-        result = task(module)
-        return result, self.auxiliary.coefficient(self.lm.config) * torch.stack(losses).sum()
+        assert self._auxiliary_losses is not None
+        return self.auxiliary.coefficient(self.lm.config) * torch.stack(self._auxiliary_losses).sum()
 
     def _noted(self, backbone: Any, lengths: Tensor, **inputs: Tensor) -> Any:
         """The output of `backbone`, after its auxiliary loss was noted; tokens that pad do not count."""

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from xray_runtime.data.batch import Scores
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Tensors, Texts, by_row, last_hidden, response_positions
+from xray_runtime.models.objectives import Forward, Objective, Texts, by_row, last_hidden, response_positions
 
 CHUNK = 1024
 """Positions whose logits are held at a time."""
 
 
 @dataclass(frozen=True)
-class LikelihoodObjective:
+class LikelihoodObjective(Objective[Forward[Texts]]):
     """For each row's response: `loglikelihood` [B], the sum of its tokens' log-probabilities in nats, and `greedy` [B]:
     1 where each of its tokens is the likeliest one, else 0."""
 
@@ -30,9 +30,6 @@ class LikelihoodObjective:
             loglikelihood=torch.stack([reply.double().sum() for reply in by_row(logprobs, rows)]).float(),
             greedy=torch.stack([reply.all() for reply in by_row(same, rows)]).float(),
         )
-
-    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        raise TypeError("a model that is only scored is never trained")
 
 
 def _likeliest(module: HeadedLM, hidden: Tensor) -> Tensor:

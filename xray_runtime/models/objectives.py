@@ -1,11 +1,11 @@
 """Objectives: how each role is trained and scored, one small class a role, in pure torch over a `HeadedLM`.
 
-This module has the shared code, SFT and the reference; `reward_objective` and `ppo_objectives` have the others.
-Separate files keep the stage keys apart: a change of one algorithm recomputes nothing that another trained.
+This module has the shared code, SFT and the reference; each method's folder has its own. Separate files keep the stage
+keys apart: a change of one algorithm recomputes nothing that another trained.
 
-An objective has `score(module, rows)`, without gradient, and `loss(module, rows, totals)`, this micro-batch's share of
-the loss: a sum divided by *global* counts in `totals`, plus sums for the log, or columns [R]. A new algorithm is a new
-objective; nothing else changes.
+A loss is a sum of components: Σ_c coef_c · (Σ_i w_ci x_ci) / n_c. A component gives its terms x_c, one a token, a row
+or a pair of a micro-batch, and their weights w_c; n_c is its own count over *all* micro-batches and ranks of the step
+(`StepTotals`), so how a step is split does not matter. A new loss is a new component, and nothing else changes.
 
 Rows are a `TextBatch` of tensors. `input_ids` has N values: each row's prompt and response after those of the row
 before. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the frozen lower layers' output
@@ -15,42 +15,131 @@ where it is already known; of pairs, `rejected_trunk` that of the rejected side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from xray_runtime.data.batch import PairBatch, Scores, TextBatch
+from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
 
 Texts: TypeAlias = TextBatch[Tensor]
 Tensors: TypeAlias = dict[str, Tensor]
 R = TypeVar("R", bound=TextBatch[Tensor])
-R_contra = TypeVar("R_contra", bound=TextBatch[Tensor], contravariant=True)
 
 
-class Objective(Protocol[R_contra]):
-    """`rows` are of the kind of batch that it trains on."""
+class Forward(Generic[R]):
+    """A forward pass over a micro-batch. What several components read is computed once, as the first one reads it."""
 
-    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]: ...
+    def __init__(self, module: HeadedLM, rows: R) -> None:
+        self.module, self.rows = module, rows
+        self.columns: Scores[Tensor] = Scores()
+        """Given back to the caller, row by row."""
 
-    def loss(self, module: HeadedLM, rows: R_contra, totals: dict[str, float]) -> tuple[Tensor, Tensors]: ...
+    @cached_property
+    def hidden(self) -> Tensor:
+        """Last hidden states [N', H] of `sequences`."""
+        return last_hidden(self.module, self.rows)
 
 
-def training_loss(
-    module: HeadedLM, objective: Objective[R], rows: R, totals: dict[str, float]
-) -> tuple[Tensor, Tensors]:
-    """`objective.loss`, and the model's auxiliary loss if its config asks for one.
+F = TypeVar("F", bound=Forward[Any])
 
-    That is not a sum over tokens: each micro-batch's counts by its share of the step's rows, `step_rows` in `totals`.
-    """
-    if module.auxiliary is None:
-        return objective.loss(module, rows, totals)
-    (loss, stats), auxiliary = module.with_auxiliary(lambda noting: objective.loss(noting, rows, totals))
-    return loss + auxiliary * len(rows) / totals["step_rows"], stats
+
+@dataclass(frozen=True)
+class Terms:
+    """A component's terms [n] of a micro-batch, with gradients, and their weights [n]; None: 1."""
+
+    values: Tensor
+    weights: Tensor | None = None
+    sums: Tensors = field(default_factory=dict)
+    """Sums for the log, detached."""
+
+    def sum(self) -> Tensor:
+        """Σ w x."""
+        return (self.values if self.weights is None else self.values * self.weights).sum()
+
+
+class Component(Generic[F]):
+    """One component of a loss; by default with coefficient 1, as a mean over the response tokens that count."""
+
+    logged: ClassVar[str | None] = None
+    """Name of Σ w x among the sums for the log; None: it is not logged."""
+
+    def coef(self, totals: StepTotals) -> float:
+        """Its coefficient; 0: it is left out of the loss."""
+        return 1.0
+
+    def count(self, totals: StepTotals) -> float:
+        """n, over the whole step."""
+        return totals.tokens
+
+    def terms(self, forward: F, totals: StepTotals) -> Terms:
+        """Its terms of a micro-batch."""
+        raise NotImplementedError
+
+
+class Objective(Generic[F]):
+    """The use of a model: how it is scored, and the components of the loss that trains it; none: it only scores."""
+
+    def components(self, module: HeadedLM) -> Sequence[Component[F]]:
+        """The components of its loss."""
+        return ()
+
+    def forward(self, module: HeadedLM, rows: Any) -> F:
+        """The forward pass that its components read."""
+        return cast("F", Forward(module, rows))
+
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
+        """Its scores of rows, without gradients."""
+        raise NotImplementedError
+
+
+class Loss(NamedTuple):
+    """A micro-batch's share of the loss."""
+
+    loss: Tensor
+    sums: Tensors
+    """Sums over its rows for the log."""
+    columns: Scores[Tensor]
+    """Given back, row by row."""
+
+
+def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, totals: StepTotals) -> Loss:
+    """Σ_c coef_c · (Σ w x)_c / n_c over the objective's components, in their order, and then the model's own auxiliary
+    loss, if its config asks for one."""
+    components = [*objective.components(module)]
+    if not components:
+        raise TypeError(f"{type(objective).__name__} has no loss: its model is never trained")
+    module = module.noting_auxiliary()
+    forward = objective.forward(module, rows)
+    if module.auxiliary is not None:
+        components.append(Auxiliary())
+    parts: list[Tensor] = []
+    sums: Tensors = {}
+    for component in components:
+        terms = component.terms(forward, totals)
+        total, coef = terms.sum(), component.coef(totals)
+        sums |= terms.sums
+        if component.logged is not None:
+            sums[component.logged] = total.detach()
+        if coef:
+            parts.append(coef * total / component.count(totals))
+    return Loss(sum(parts[1:], parts[0]), sums, forward.columns)
+
+
+class Auxiliary(Component[Forward[Any]]):
+    """The auxiliary loss of the model's family. It is no sum over tokens, so each micro-batch's counts by its rows."""
+
+    def count(self, totals: StepTotals) -> float:
+        return totals.rows
+
+    def terms(self, forward: Forward[Any], totals: StepTotals) -> Terms:
+        return Terms(forward.module.auxiliary_loss() * len(forward.rows))
 
 
 def sequences(rows: Texts) -> Texts:
@@ -96,6 +185,11 @@ def last_hidden(module: HeadedLM, rows: Texts) -> Tensor:
     return module.hidden(texts.input_ids.values, texts.input_ids.lengths, trunk, prompts_of(rows))
 
 
+def branch_states(module: HeadedLM, branch: Branch, rows: Texts) -> Tensor:
+    """Last hidden states [N, H] of a branch, from the rows' `trunk`."""
+    return module.branch_hidden(branch, rows.trunk.values, rows.input_ids.lengths, prompts_of(rows))
+
+
 def response_positions(rows: Texts) -> Tensor:
     """Indices of response tokens among all tokens [R]; the state before each predicts it."""
     lengths = rows.input_ids.lengths
@@ -121,34 +215,41 @@ def by_row(flat: Tensor, rows: Texts) -> list[Tensor]:
     return list(flat.split((rows.input_ids.lengths - rows.prompt_lengths).tolist()))
 
 
+class CrossEntropy(Component[Forward[Texts]]):
+    """−log p of each token that counts."""
+
+    logged = "nll"
+
+    def terms(self, forward: Forward[Texts], totals: StepTotals) -> Terms:
+        return Terms(-_masked_logprobs(forward)[0])
+
+
 @dataclass(frozen=True)
-class SFTObjective:
+class SFTObjective(Objective[Forward[Texts]]):
     """Cross-entropy of what the assistant said: of response tokens [R], those where `response_mask` is True; without
     that column, all."""
 
+    def components(self, module: HeadedLM) -> tuple[CrossEntropy]:
+        return (CrossEntropy(),)
+
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
-        logprobs, mask = _masked_logprobs(module, rows)
+        logprobs, mask = _masked_logprobs(self.forward(module, rows))
         # With zeros in between: rows are told apart by their lengths.
         flat = logprobs.new_zeros(len(mask)).masked_scatter(mask, logprobs)
         return Scores(nll=torch.stack([-reply.sum() for reply in by_row(flat, rows)]))
 
-    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        logprobs, _ = _masked_logprobs(module, rows)
-        total = -logprobs.sum()
-        return total / totals["tokens"], {"nll": total.detach()}
 
-
-def _masked_logprobs(module: HeadedLM, rows: Texts) -> tuple[Tensor, Tensor]:
+def _masked_logprobs(forward: Forward[Texts]) -> tuple[Tensor, Tensor]:
     """(log-probabilities of the tokens that count, which of the response tokens those are [R])."""
-    at = response_positions(rows)
+    module, rows, at = forward.module, forward.rows, response_positions(forward.rows)
     mask = rows.response_mask.values if "response_mask" in rows else torch.ones_like(at, dtype=torch.bool)
     at = at[mask]
-    logprobs, _ = module.logprobs(last_hidden(module, rows)[at - 1], rows.input_ids.values[at], 1.0)
+    logprobs, _ = module.logprobs(forward.hidden[at - 1], rows.input_ids.values[at], 1.0)
     return logprobs, mask
 
 
 @dataclass(frozen=True)
-class ReferenceObjective:
+class ReferenceObjective(Objective[Forward[Texts]]):
     """Log-probabilities under a frozen model."""
 
     temperature: float
@@ -156,6 +257,3 @@ class ReferenceObjective:
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         logprobs, _ = response_logprobs(module, last_hidden(module, rows), rows, self.temperature)
         return Scores(ref_logprobs=of_responses(logprobs, rows))
-
-    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        raise TypeError("the reference is never trained")

@@ -3,15 +3,16 @@ entry point of another package."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.kernel.arguments import FIELDS, Arguments
 from xray_runtime.kernel.config.section import Section, UnitInterval
-from xray_runtime.kernel.config.sources import GivenGold
+from xray_runtime.kernel.config.sources import BUILT_IN_GOLD, GivenGold
 from xray_runtime.kernel.config.validation import hint
 from xray_runtime.kernel.plugs import Registry
 from xray_runtime.rewards.term import Recording, Term
@@ -78,15 +79,35 @@ def reward_term(**fields: Any) -> Term:
     return term
 
 
-class JudgingConfig(Section):
+class GoldConfig(Section):
+    """The gold score of a stage's replies."""
+
+    gold: GivenGold | None = None
+    """Gold score of replies: logged, never trained on."""
+
+    @property
+    def called_functions(self) -> Sequence[str]:
+        return () if self.gold in (None, BUILT_IN_GOLD) else (str(self.gold),)
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        if self.gold is not None and self.gold in functions:
+            Arguments(functions[self.gold], f"gold {self.gold!r}", FIELDS).check(())
+
+
+class JudgingConfig(GoldConfig):
     """Fields of stages that sample and score replies."""
 
     rewards: list[RewardTerm] = Field(default_factory=list)
     """Sources of the reward, which is their weighted sum."""
     max_failed: UnitInterval = 0.1
     """Maximum share of the replies in a batch that may have no score; beyond it the stage fails."""
-    gold: GivenGold | None = None
-    """Gold score of replies: logged, never trained on."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
     """The layout of models that only score."""
+
+    @property
+    def terms(self) -> dict[str, list[Term]]:
+        """Field → the sources in it."""
+        return {"rewards": self.rewards}

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Pairs
+from xray_runtime.kernel.config.section import Section, sections
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.kind import ExternalTerm
-from xray_runtime.rewards.term import Recording
+from xray_runtime.rewards.term import Recording, Term
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.rewards.source import Batch, Score
-    from xray_runtime.rewards.term import Term
 
 BySource = dict[str, dict[int, "Score"]]
 """Source → row → its score, for the rows that it applies to."""
@@ -104,9 +104,9 @@ class ExternalRewards:
         return self._journal.keys(f"{self._field}/{source}", batch)
 
 
-def recorded_sources(config: Any) -> list[Term]:
+def recorded_sources(config: Section) -> list[Term]:
     """The terms of a stage's config whose answers a replay reads."""
-    terms = [*getattr(config, "rewards", ()), *getattr(config, "judges", ())]
+    terms = (part for _, part in sections(config) if isinstance(part, Term))
     return [term for term in terms if term.recording is Recording.RECORDED]
 
 

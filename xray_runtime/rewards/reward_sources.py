@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import Scores, TextBatch
     from xray_runtime.rewards.config import JudgingConfig
-    from xray_runtime.rewards.term import Term
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class RewardSources:
         field: Literal["rewards", "judges"] = "rewards",
     ) -> None:
         config: JudgingConfig = stage.config
-        terms: list[Term] = getattr(config, field)
+        terms = config.terms[field]
         named = dict(zip(source_names(terms), terms, strict=True))
         self._field, self._stage, self._max_failed = field, stage.name, config.max_failed
         self._external = ExternalRewards(stage, field, named)

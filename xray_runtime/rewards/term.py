@@ -82,11 +82,6 @@ class Term(Section):
         return ()
 
     @property
-    def functions(self) -> Sequence[str]:
-        """The functions that it calls: `module:function`, or the name of a function that a graph passed directly."""
-        return ()
-
-    @property
     def compares(self) -> bool:
         """Whether it compares the replies to one prompt, and so needs several."""
         return False
@@ -94,6 +89,12 @@ class Term(Section):
     def plugs(self) -> tuple[str, ...]:
         """Modules whose code computes its scores: keys of stages digest it."""
         return (type(self).__module__,)
+
+    @classmethod
+    def given(cls, function: str | None, models: Sequence[str]) -> Mapping[str, Any] | None:
+        """The field for a source that a graph passed directly: the name of a function, or of the roles of reward
+        models; None: the kind is not given this way."""
+        return None
 
     @classmethod
     def in_files(cls) -> type[Term] | None:

@@ -28,11 +28,12 @@ from xray_runtime.kernel.store.checkpoints import inspect
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
+from xray_runtime.rewards.reward_sources import ENVIRONMENT
 from xray_runtime.trust.keys import seal_of
-from xray_runtime.trust.recorded_answers import restore_environment, restore_episodes
 from xray_runtime.trust.rollouts import require_ledger
 from xray_runtime.trust.signing import has_signing_key
 
@@ -126,7 +127,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
     except (ValueError, KeyError, TypeError) as error:
         reason = first_line(error)
         raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
-    if outside := ", ".join(name for name in kind.outside(config) if not name.startswith("environment.")):
+    if outside := ", ".join(name for name in kind.outside_of(config) if not name.startswith("environment.")):
         raise ConfigError(
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
@@ -152,7 +153,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
     # An agent does not run again: neither its function nor its directory is read.
     agent = getattr(getattr(config, "environment", None), "agent", None)
-    for name in (name for name in kind.functions(config) if name != agent):
+    for name in (name for name in kind.functions_of(config) if name != agent):
         try:
             import_function(name, "function")
         except ValueError as error:
@@ -181,15 +182,7 @@ def replay(
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)
-    result = Replay(iteration, taken=restore_episodes(stage.node.directory, journal))
-    try:
-        taken = restore_answers(stage.node.directory, journal)
-    except ValueError as error:
-        raise ConfigError(f"REF: {error}") from None
-    if kept := iterations(stage.ledger):
-        last = iteration if iteration is not None else max(kept)
-        taken.update(restore_environment(stage.node.directory, stage.config, last, journal))
-    result.taken = sorted({*result.taken, *taken})
+    result = Replay(iteration, taken=restore_recorded(stage.node.directory, stage.config, iteration, journal))
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
@@ -213,6 +206,24 @@ def replay(
     except _Done:
         pass
     return result
+
+
+def restore_recorded(checkpoint: Path, config: Any, iteration: int | None, journal: Journal) -> list[str]:
+    """Write what external rewards, environments and agents answered up to `iteration` (None: to the end) to `journal`,
+    as an earlier attempt would: asked again, they might answer differently. Returns their sources.
+
+    Raises:
+        ConfigError: a file of the checkpoint is damaged.
+    """
+    last = iteration if iteration is not None else max(iterations(checkpoint / LEDGER), default=0)
+    environment = getattr(config, "environment", None)
+    try:
+        found = restore_answers(checkpoint, journal)
+        if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):
+            found.add(ENVIRONMENT)
+    except ValueError as error:
+        raise ConfigError(f"REF: {error}") from None
+    return sorted(found)
 
 
 class _Done(Exception):

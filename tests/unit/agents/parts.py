@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -133,5 +133,5 @@ class World:
 @contextmanager
 def opened(tokenizer: Any, **fields: Any) -> Iterator[World]:
     generator = FakeGenerator(tokenizer, **fields)
-    with Gateway(generator) as gateway:
+    with closing(Gateway(generator)) as gateway:
         yield World(tokenizer, generator, gateway)

@@ -53,27 +53,14 @@ def faulty(task: dict[str, Any]) -> Any:
             time.sleep(1000)
         case "exits":
             os._exit(3)
-        case "floods":
-            while True:
-                print("flood " * 10_000)
         case "leaks":
             leak = []
             while True:
                 leak.append(bytearray(2**24))
-        case "forks":
-            while True:
-                subprocess.Popen(["sleep", "1000"])
-        case "leaks_files":
-            while True:
-                os.open("/", 0)
         case "boolean":
             return True
         case "list":
             return [1.0]
-        case "infinite":
-            return 10**400
-        case "negative_info":
-            return {"value": 1.0, "info": {"steps": "3"}}
         case "another":
             steal(os.environ["XRAY_EPISODE_URL"])
         case "calls":

@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from tests.unit.agents.parts import LIMITS, World, opened
-from xray_runtime.agents.posted import Posted, read_posted
 from xray_runtime.agents.segments import rows
 
 ASK = [{"role": "user", "content": "question"}]
@@ -122,29 +121,6 @@ def test_an_episode_knows_no_other_secret_and_nothing_after_its_end(world: World
     late = httpx.post(f"{world.gateway.url(one)}/reward", json={"value": 9}, headers=headers)
     assert late.status_code == 403
     assert one.reward == 0.75
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (float("nan"), "the reward is nan: must be a finite number"),
-        ("1", "the reward is '1': must be a finite number"),
-        (True, "the reward is True: must be a finite number"),
-        (None, "the reward is None: must be a finite number"),
-        ({"value": [1]}, r"value is \[1\]: must be a finite number"),
-        ({"value": 1, "final": "yes"}, "final is 'yes': must be true or false"),
-        ({"value": 1, "info": {"a": "b"}}, r"info\['a'\] is 'b': must be a finite number"),
-        ({"reward": 1}, "the result has 'reward': may have value, final, info, unusable"),
-        ({"unusable": ""}, "unusable is '': must be a reason"),
-    ],
-)
-def test_a_result_of_another_type_is_refused(given: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read_posted(given)
-
-
-def test_a_result_may_say_that_its_episode_is_unusable() -> None:
-    assert read_posted({"unusable": "the site was down"}) == Posted(unusable="the site was down")
 
 
 def test_a_posted_lie_breaks_the_episode_off(world: World) -> None:

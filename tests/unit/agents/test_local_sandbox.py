@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import subprocess
 import sys
 import threading
 import time
@@ -96,100 +96,45 @@ sys.exit(3)
     assert "to the log" in place.log.read_text()
 
 
-REACHES = {
+MACHINE = {
     "/etc/shadow": "open('/etc/shadow').read()",
     "the home directory": "os.listdir({home!r}) == {names!r} or 1 / 0",
-    "a file that all may read": "open({key!r}).read()",
-    "a file through a directory's descriptor": "os.open('../../../..' + {key!r}, 0)",
-    "the memory of a process as a file": "open('/proc/{parent}/mem', 'rb').read(1)",
-    "a process's environment": "open('/proc/{parent}/environ', 'rb').read()",
     "a process's files": "os.listdir('/proc/{parent}/root' + {directory!r})",
     "a new file elsewhere": "open({directory!r} + '/new', 'w')",
     "a program replaced": "open('/usr/bin/new', 'w')",
     "a file of our Python replaced": "open({library!r}, 'a')",
     "a name in /etc": "open('/etc/new', 'w')",
     "a device": "open('/dev/vda', 'rb').read(1)",
-    "another port": "socket.create_connection(('127.0.0.1', {port}), 3)",
-    "another port by IPv6": "socket.create_connection(('::1', {port}), 3)",
-    "a port to listen on outside": "socket.create_server(('0.0.0.0', 0)) and {listens}",
-    "a datagram": "reached(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), ('127.0.0.1', {datagrams}))",
-    "a Unix socket": "socket.socket(socket.AF_UNIX).connect({directory!r} + '/unix')",
-    "an abstract Unix socket": "socket.socket(socket.AF_UNIX).connect('\\0xray-{port}')",
-    "MPTCP": "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262).connect(('127.0.0.1', {port}))",
-    "a signal to our process": "os.kill({parent}, 0)",
-    "ptrace": "libc(101, 16, {parent}, 0, 0)",
-    "io_uring's own calls": "{listens} and libc(425, 4, ctypes.create_string_buffer(120))",
-    "memory of another process": "libc(310, {parent}, pair(), 1, pair(), 1, 0)",
-    "a mount": "libc(165, b'none', b'/tmp', b'tmpfs', 0, None)",
-    "another root": "os.chroot('/')",
-    "our variables": "secret() and 1",
-    "variables of the first process": "b'" + HIDDEN + "' in open('/proc/1/environ', 'rb').read() or 1 / 0",
-    "the door to outside": "opened() or 1 / 0",
+    "our variables": "{hidden!r} in os.environ.values() or 1 / 0",
+    "variables of the first process": "{hidden!r} in open('/proc/1/environ').read() or 1 / 0",
+    "an open file of ours": "[os.fstat(number) for number in range(3, 64) if is_open(number)][0]",
 }
-HELPERS = f"""
-import ctypes, os, socket
-def libc(number, *arguments):
-    if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments) < 0:
-        raise OSError(ctypes.get_errno(), "refused")
-def pair():
-    return (ctypes.c_size_t * 2)(0, 8)
-def opened():
-    def is_open(number):
-        try: return bool(os.fstat(number))
-        except OSError: return False
-    return [number for number in range(3, 64) if is_open(number)]
-def reached(one, where):
-    one.sendto(b"datagram", where)
-def secret():
-    if {HIDDEN!r} not in os.environ.values():
-        raise KeyError
+"""What a program may not reach, and code that succeeds only if it does; `sandboxes.attacks` has what it may not do to
+another process."""
+TRIES = """
+import os
+def is_open(number):
+    try: return bool(os.fstat(number))
+    except OSError: return False
+for name, code in {}.items():
+    try: print(name, eval(code))
+    except Exception: pass
 """
 
 
-@pytest.mark.parametrize("name", REACHES)
-def test_a_program_reaches_nothing_else(place: Place, name: str, tmp_path: Path) -> None:
-    key = tmp_path / "signing.pem"
-    key.write_text("PRIVATE")
+def test_a_program_reaches_nothing_of_the_machine(place: Place, tmp_path: Path) -> None:
     for directory in (tmp_path, *tmp_path.parents[:2]):
         directory.chmod(0o777)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
-        socket.socket(socket.AF_UNIX) as unix,
-        socket.socket(socket.AF_UNIX) as abstract,
-    ):
-        port = server.getsockname()[1]
-        datagrams.bind(("127.0.0.1", 0))
-        datagrams.settimeout(0.2)
-        unix.bind(str(tmp_path / "unix"))
-        unix.listen()
-        abstract.bind(f"\0xray-{port}")
-        abstract.listen()
-        expression = REACHES[name].format(
-            home=str(Path.home()),
-            names=os.listdir(Path.home()),
-            key=str(key),
-            directory=str(tmp_path),
-            library=os.__file__,
-            parent=os.getpid(),
-            port=port,
-            datagrams=datagrams.getsockname()[1],
-            # In its own room that is in a network of its own, which reaches nobody.
-            listens="1 / 0" if place.how in OWN_ROOM else "1",
-        )
-        ended = place.run(f"{HELPERS}\ntry:\n    {expression}\n    print('got')\nexcept Exception as e: print(repr(e))")
-        assert ended.code == 0
-        if name == "a datagram" and place.how in OWN_ROOM:
-            with pytest.raises(TimeoutError):
-                datagrams.recv(100)
-        else:
-            assert "got" not in ended.output, ended.output
+    known = {"home": str(Path.home()), "names": os.listdir(Path.home()), "directory": str(tmp_path)}
+    known |= {"library": os.__file__, "parent": os.getpid(), "hidden": HIDDEN}
+    codes = {name: code.format(**known) for name, code in MACHINE.items()}
+    assert place.run(TRIES.replace("{}", repr(codes))) == Ended(0, "")
     assert not (tmp_path / "new").exists()
 
 
 def test_files_processes_and_variables_of_another_are_out_of_reach(place: Place) -> None:
     waits = (
-        "import os, time; open('mine', 'w').write('secret-of-another'); print(os.getcwd(), flush=True); time.sleep(8)"
+        "import os, time; open('mine', 'w').write('secret-of-another'); print(os.getcwd(), flush=True); time.sleep(4)"
     )
     looks = """
 import glob, os, signal
@@ -217,7 +162,6 @@ print(found)
 
 
 BREAKS = {
-    "hangs": ("import time\nwhile True: time.sleep(1)", {"timeout_s": 1.0}, "it took longer than timeout_s = 1"),
     "hangs and ignores signals": (
         "import signal, time\n"
         "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
@@ -225,7 +169,6 @@ BREAKS = {
         {"timeout_s": 1.0},
         "it took longer than timeout_s = 1",
     ),
-    "forks": ("import os\nwhile True: os.fork()", {}, "it had more than max_processes = 8"),
     "forks in sessions of their own": (
         "import os\nwhile True:\n    try: os.fork() or os.setsid()\n    except OSError: pass",
         {},
@@ -297,8 +240,6 @@ sandbox.run(name, Program(["sleep", "600"], "", {{}}))
 print(sandbox._worker._process.pid, flush=True)
 import time; time.sleep(600)
 """
-    import subprocess
-
     with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         worker = psutil.Process(int(process.stdout.readline()))

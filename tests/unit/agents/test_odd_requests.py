@@ -30,9 +30,7 @@ def deep(levels: int, begin: str = "[", end: str = "]") -> bytes:
 
 ODD: dict[str, Any] = {
     "a schema of 900 levels": {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(900)}}]},
-    "a schema of 300 levels": {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(300)}}]},
     "metadata of 900 levels": {"metadata": nested(900)},
-    "a format of 900 levels": {"response_format": nested(900)},
     "arguments of 900 levels": {
         "messages": [
             USER,
@@ -45,78 +43,54 @@ ODD: dict[str, Any] = {
         ]
     },
     "lists of 100,000 levels": deep(100_000),
-    "lists of 990 levels": deep(990),
-    "objects of 100,000 levels": deep(100_000, '{"a":', "}"),
+    "objects of 990 levels": deep(990, '{"a":', "}"),
     "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "half a character in a name": b'{"messages": [{"role": "user", "content": "a"}], "\\ud800": 1}',
-    "half a character in a tool": b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", '
-    b'"function": {"name": "f", "description": "\\udfff"}}]}',
     "half a character in a stop": b'{"messages": [{"role": "user", "content": "a"}], "stop": ["\\ud800"]}',
     "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
     "nothing": b"",
     "null": b"null",
-    "a text": b'"text"',
     "a number of 5,000 digits": b'{"max_tokens": ' + b"9" * 5000 + b"}",
     "a prompt of 4 MB": {"messages": [{"role": "user", "content": "a b " * 1_000_000}]},
-    "infinity": b'{"temperature": Infinity}',
     "NaN": b'{"top_p": NaN}',
     "an infinite exponent": b'{"temperature": 1e999}',
     "messages as an object": {"messages": {"role": "user"}},
     "a message as a list": {"messages": [["user", "hi"]]},
-    "no messages": {"messages": []},
-    "content as a number": {"messages": [{"role": "user", "content": 3}]},
     "content as null": {"messages": [{"role": "user", "content": None}]},
     "content as parts of null": {"messages": [{"role": "user", "content": [None]}]},
-    "a role as a list": {"messages": [{"role": ["user"], "content": "hi"}]},
     "a role as an object": {"messages": [{"role": {}, "content": "hi"}]},
     "calls as a number": {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": 7}, USER]},
     "a call's id as an object": {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"id": {}, "function": {"name": "f"}}]}, USER]
     },
-    "a result's id as a list": {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": [1]}]},
     "a call's name as an object": {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": {}}}]}, USER]
     },
+    "a result's id as a list": {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": [1]}]},
     "a tool without a function": {"messages": [USER], "tools": [{"type": "function"}]},
     "a tool's name as a list": {"messages": [USER], "tools": [{"type": "function", "function": {"name": [1]}}]},
-    "tools as null": {"messages": [USER], "tools": [None]},
-    "a stop as a number": {"messages": [USER], "stop": 3},
     "stops as objects": {"messages": [USER], "stop": [{}]},
-    "n as true": {"messages": [USER], "n": True},
-    "n of -1": {"messages": [USER], "n": -1},
     "n of 10^18": {"messages": [USER], "n": 10**18},
-    "max_tokens of 0": {"messages": [USER], "max_tokens": 0},
     "max_tokens of 10^300": {"messages": [USER], "max_tokens": 10**300},
-    "a temperature of 10^400": {"messages": [USER], "temperature": 10**400},
     "a temperature of 1e308": {"messages": [USER], "temperature": 1e308},
-    "a temperature of -1": {"messages": [USER], "temperature": -1},
     "top_k of a half": {"messages": [USER], "top_k": 1.5},
-    "a choice as a list": {"messages": [USER], "tool_choice": [1]},
     "a choice of an object": {"messages": [USER], "tool_choice": {"type": {}}},
     "logit_bias as a list": {"messages": [USER], "logit_bias": [1]},
     "an unknown field": {"messages": [USER], "zap": nested(3)},
     "stream as an object": {"messages": [USER], "stream": {}},
     "tokens that are none": {"prompt": [10**30]},
     "negative tokens": {"prompt": [-1]},
-    "a token too large": {"prompt": [300_000]},
     "tokens as texts": {"prompt": ["a"]},
-    "no prompt": {"prompt": []},
-    "a prompt of true": {"prompt": [True]},
     "a million tokens": {"prompt": [1] * 1_000_000},
     "input as null": {"input": [None]},
     "input of a call": {"input": [{"type": "function_call", "name": 3, "arguments": 4}]},
-    "input's type as a list": {"input": [{"type": []}]},
     "blocks as null": {"messages": [{"role": "user", "content": [{"type": "tool_use", "name": 1, "input": 2}]}]},
     "system as an object": {"system": {}, "messages": [USER]},
-    "a value of 900 levels": {"value": nested(900)},
     "info of null": {"value": 1, "info": [None]},
 }
 PATHS = ("v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "reward")
 HEADERS: list[dict[str, str]] = [
-    {"x-stainless-retry-count": "many"},
     {"x-stainless-retry-count": "9" * 5000},
-    {"x-stainless-retry-count": "-1"},
-    {"content-type": "text/plain"},
     {"content-encoding": "gzip"},
     {"authorization": "Bearer"},
     {"authorization": "Basic \xff"},
@@ -154,8 +128,8 @@ def test_no_header_path_or_method_makes_the_gateway_fail(world: World) -> None:
             given = {"x-api-key": episode.secret.encode()} | encoded
             answer = client.post(f"{base}/v1/chat/completions", json={"messages": [USER]}, headers=given)
             assert answer.status_code < 500, headers
-        for path in ("", "/", "/v1", "/v1/models/x", "/%00", "/..%2f..", "/v1/chat/completions/x", "/\u202e"):
-            for method in ("GET", "POST", "PUT", "OPTIONS", "TRACE", "ZAP"):
+        for path in ("", "/v1", "/%00", "/..%2f..", "/v1/chat/completions/x", "/\u202e"):
+            for method in ("GET", "POST", "ZAP"):
                 answer = client.request(method, base + path, headers={"x-api-key": episode.secret})
                 assert answer.status_code < 500, (method, path)
 

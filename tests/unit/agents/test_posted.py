@@ -12,51 +12,32 @@ import pytest
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from tests.unit.agents.parts import World
-from xray_runtime.agents.environments.protocol import Step, as_step
+from xray_runtime.agents.environments.answer_checks import as_step
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.data.batch import Rollout
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.common.environment_protocol import Step
 from xray_runtime.methods.common.sampling.episode import Episode, episode_means
 from xray_runtime.rewards.source import MAX_NAMES
 
 BAD_NAMES = [
-    *(
-        "steps, total",
-        "",
-        " ",
-        "a b",
-        "a/b",
-        "/a",
-        "../a",
-        "..",
-        ".",
-        ".a",
-        "-a",
-        "a\n",
-        "a\0b",
-        "é",
-        "步",
-        "a:b",
-        "a%",
-    ),
-    *(
-        "a" * 101,
-        "a" * 100_000,
-        "a=b",
-        "a'b",
-        'a"b',
-        "a;b",
-        "a\\b",
-        "<b>",
-        "\u202ea",
-        "\ud800",
-        "a\t",
-        "$a",
-        "{a}",
-        "🙂",
-    ),
+    "steps, total",
+    "",
+    " ",
+    "a/b",
+    "../a",
+    ".a",
+    "-a",
+    "a\n",
+    "a\0b",
+    "é",
+    "a:b",
+    "a" * 101,
+    "a=b",
+    "\ud800",
+    "🙂",
 ]
-GOOD_NAMES = ["steps", "steps.total", "tool_calls", "a-b", "0", "_a", "A1", "a" * 100, "a..b", "a."]
+GOOD_NAMES = ["steps.total", "tool_calls", "a-b", "0", "A1", "a" * 100, "a..b", "a."]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -75,6 +56,20 @@ def test_the_names_that_are_left_are_mlflows(name: str) -> None:
     metric = f"benchmark/rollout/info/{name}"
     _validate_metric_name(metric)
     assert len(metric) <= MAX_ENTITY_KEY_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"value": 1, "final": "yes"}, "final is 'yes': must be true or false"),
+        ({"value": 1, "info": {"a": "b"}}, r"info\['a'\] is 'b': must be a finite number"),
+        ({"reward": 1}, "the result has 'reward': may have value, final, info, unusable"),
+        ({"unusable": ""}, "unusable is '': must be a reason"),
+    ],
+)
+def test_a_result_of_another_form_is_refused(given: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_posted(given)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e31, -1e300, 10**400, "1", None, True, [1], {}])
@@ -104,13 +99,8 @@ def test_many_posts_have_few_names_and_a_finite_sum(world: World) -> None:
         read_posted({"value": 1, "info": over})
 
 
-def _episode() -> Episode:
-    return Episode.__new__(Episode)
-
-
 def test_environments_inform_by_names_that_metrics_can_have() -> None:
-    episode = _episode()
-    episode.info = {}
+    episode = Episode(0, 0, {}, 0, [])
     episode.inform(dict.fromkeys(BAD_NAMES, 1) | {"ok": True, "big": 10**400, "bigger": 1e31, "text": "1"})
     assert episode.info == {"ok": 1.0}
     episode.inform({f"name{number}": 1 for number in range(1000)})

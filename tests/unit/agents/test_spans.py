@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ ASK = [{"role": "user", "content": "question"}]
 
 def test_each_call_is_a_span_with_what_was_asked_for_and_answered(tokenizer: Any) -> None:
     exporter, generator = InMemorySpanExporter(), FakeGenerator(tokenizer)
-    with Gateway(generator, spans=Spans(SimpleSpanProcessor(exporter))) as gateway:
+    with closing(Gateway(generator, spans=Spans(SimpleSpanProcessor(exporter)))) as gateway:
         world = World(tokenizer, generator, gateway)
         episode = world.open("row-3")
         client = world.openai(episode)
@@ -55,7 +56,7 @@ def test_a_named_exporter_writes_spans_and_another_is_refused(
 ) -> None:
     generator = FakeGenerator(tokenizer)
     monkeypatch.setenv(VARIABLE, "console")
-    with Gateway(generator) as gateway:
+    with closing(Gateway(generator)) as gateway:
         world = World(tokenizer, generator, gateway)
         world.openai(world.open("row-4")).chat.completions.create(model="any", messages=ASK)
     written = capsys.readouterr()

@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator
-from xray_runtime.algorithms.losses import cispo_loss, gspo_loss, kl_loss, policy_loss, value_loss
-from xray_runtime.algorithms.pairwise import pairwise_loss
+from xray_runtime.algorithms.losses import cispo_loss, gspo_loss, kl_loss, policy_loss, value_losses
+from xray_runtime.algorithms.pairwise import pairwise_losses
 
 
 def f64(x: object) -> Tensor:
@@ -89,11 +89,18 @@ def test_statistics_count_valid_tokens_only() -> None:
     assert not any(value.requires_grad for value in stats.values())
 
 
+def value_sum(
+    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip_range: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    losses, clipped = value_losses(values, old, returns, clip_range=clip_range)
+    return (losses * mask).sum(), {"value_clip_count": (clipped * mask).sum()}
+
+
 def test_value_loss_by_hand() -> None:
     # eps 0.2. v=1, old=0.9, R=2: inside, 1/2 * 1 = 0.5.  v=2, old=1, R=2: near 1.2, 1/2 * 0.64 = 0.32 (clipped).
     # v=3, old=1, R=0: near 1.2, max(9, 1.44) / 2 = 4.5.  The last is masked.
     values = f64([1.0, 2.0, 3.0, 50.0]).requires_grad_()
-    loss, stats = value_loss(
+    loss, stats = value_sum(
         values, f64([0.9, 1.0, 1.0, 0.0]), f64([2.0, 2.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 0]), clip_range=0.2
     )
     loss.backward()
@@ -104,10 +111,11 @@ def test_value_loss_by_hand() -> None:
     assert values.grad.tolist() == pytest.approx([-1.0, 0.0, 3.0, 0.0])
 
 
-def test_pairwise_loss_by_hand() -> None:
+def test_pairwise_losses_by_hand() -> None:
     # Margins 1, -2, 0: -ln sigmoid = 0.3132617 + 2.1269280 + 0.6931472 = 3.1333369; one right, one tie: 1.5.
     chosen = f64([2.0, 0.0, 5.0]).requires_grad_()
-    loss, correct = pairwise_loss(chosen, f64([1.0, 2.0, 5.0]))
+    losses, correct = pairwise_losses(chosen, f64([1.0, 2.0, 5.0]))
+    loss = losses.sum()
     assert loss.item() == pytest.approx(3.1333369, abs=1e-6)
     assert correct.item() == 1.5
     loss.backward()
@@ -116,9 +124,10 @@ def test_pairwise_loss_by_hand() -> None:
     assert chosen.grad.tolist() == pytest.approx([-0.2689414, -0.8807971, -0.5], abs=1e-6)
 
 
-def test_pairwise_loss_of_extreme_margins() -> None:
+def test_pairwise_losses_of_extreme_margins() -> None:
     margin = torch.tensor([1000.0, -1000.0], requires_grad=True)
-    loss, correct = pairwise_loss(margin, torch.zeros(2))
+    losses, correct = pairwise_losses(margin, torch.zeros(2))
+    loss = losses.sum()
     loss.backward()
     assert (loss.item(), correct.item()) == (1000.0, 1.0)
     assert margin.grad is not None
@@ -140,7 +149,7 @@ def test_losses_agree_with_scalar_code(seed: int, clip: float, dual: float | Non
         for m, w, a, b, c in zip(mask, weights, new, old, advantage, strict=True)
     ]
     assert policy.item() == pytest.approx(sum(wanted), rel=1e-9, abs=1e-9)
-    value, _ = value_loss(f64(new), f64(old), f64(target), torch.tensor(mask), clip_range=clip)
+    value, _ = value_sum(f64(new), f64(old), f64(target), torch.tensor(mask), clip_range=clip)
     wanted = [m * value_term(a, b, c, clip) for m, a, b, c in zip(mask, new, old, target, strict=True)]
     assert value.item() == pytest.approx(sum(wanted), rel=1e-9, abs=1e-9)
 
@@ -164,13 +173,14 @@ def test_an_empty_mask_costs_nothing() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     ones, mask = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     policy, policy_stats = policy_loss(x, ones, ones, mask, clip_range=0.2, dual_clip=3.0, weights=ones)
-    value, value_stats = value_loss(x, ones, ones, mask, clip_range=0.2)
+    value, value_stats = value_sum(x, ones, ones, mask, clip_range=0.2)
     (policy + value).backward()
     assert (policy.item(), value.item()) == (0.0, 0.0)
     assert x.grad is not None
     assert not x.grad.any()
     assert all(s.item() == 0.0 for s in (policy_stats | value_stats).values())
-    loss, correct = pairwise_loss(torch.zeros(0), torch.zeros(0))
+    losses, correct = pairwise_losses(torch.zeros(0), torch.zeros(0))
+    loss = losses.sum()
     assert (loss.item(), correct.item()) == (0.0, 0.0)
 
 
@@ -178,7 +188,7 @@ def both_losses(theta: Tensor, rows: list[int], data: Tensor, mask: Tensor) -> t
     """(sum of both losses, valid tokens) of some rows of a model with two parameters."""
     features, old, advantages, returns = data[:, rows]
     policy, _ = policy_loss(theta[0] * features, old, advantages, mask[rows], clip_range=0.2, dual_clip=3.0)
-    value, _ = value_loss(theta[1] * features, old, returns, mask[rows], clip_range=0.2)
+    value, _ = value_sum(theta[1] * features, old, returns, mask[rows], clip_range=0.2)
     return policy + 0.5 * value, mask[rows].sum()
 
 
@@ -226,9 +236,9 @@ def test_padding_changes_nothing(seed: int, extra: int) -> None:
     plain = policy_loss(new, old, advantages, mask, clip_range=0.2, dual_clip=3.0)
     padded = policy_loss(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2, dual_clip=3.0)
     torch.testing.assert_close(padded, plain)
-    plain_value = value_loss(new, old, advantages, mask, clip_range=0.2)
+    plain_value = value_sum(new, old, advantages, mask, clip_range=0.2)
     torch.testing.assert_close(
-        value_loss(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2), plain_value
+        value_sum(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2), plain_value
     )
 
 

@@ -29,14 +29,16 @@ from tests.unit.models.tensors import batch
 from xray_runtime.algorithms.advantages import gae, place_rewards, whiten
 from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
 from xray_runtime.algorithms.kl import kl_estimate
-from xray_runtime.algorithms.losses import policy_loss, value_loss
+from xray_runtime.algorithms.losses import policy_loss, value_losses
 from xray_runtime.algorithms.preference_losses import kto_baseline
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[2] / "oracles" / "trl.json").read_text())
 SETTINGS = TRL["settings"]
@@ -57,10 +59,13 @@ def as_tensor(value: Any) -> Tensor:
 class Model:
     """A module that answers with given logits [N', V]."""
 
-    scalar = None
+    scalar = auxiliary = None
 
     def __init__(self, states: Tensor) -> None:
         self._states = states
+
+    def noting_auxiliary(self) -> Model:
+        return self
 
     def hidden(self, ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: None = None) -> Tensor:
         assert len(ids) == int(lengths.sum()) == len(self._states)
@@ -78,8 +83,8 @@ class Known(Model):
         return states[:, 0], torch.zeros_like(states[:, 0])
 
 
-def loss_of(objective: Any, model: Model, rows: dict[str, Tensor], totals: dict[str, float]) -> tuple[Tensor, Any]:
-    loss, stats = objective.loss(cast(HeadedLM, model), batch(rows), totals)
+def loss_of(objective: Any, model: Model, rows: dict[str, Tensor], totals: StepTotals) -> tuple[Tensor, Any]:
+    loss, stats, _ = training_loss(cast(HeadedLM, model), objective, batch(rows), totals)
     return loss, stats
 
 
@@ -145,7 +150,7 @@ def test_policy_losses_and_their_gradients(case: str) -> None:
     rows, mask, leaf = policy_rows()
     fields = {"clip_range": SETTINGS["epsilon"], "clip_range_high": SETTINGS["epsilon_high"], "dual_clip": None}
     fields |= {"max_new_tokens": SETTINGS["max_tokens"], "kl": {"controller": "fixed", "coef": 0.0}} | CASES[case]
-    totals = {"tokens": float(mask.sum()), "rows": float(len(mask)), "kl_coef": SETTINGS["beta"]}
+    totals = StepTotals(tokens=float(mask.sum()), rows=float(len(mask)), kl_coef=SETTINGS["beta"])
     objective = PPOObjective(PPOStageConfig.model_validate(fields))
     loss, stats = loss_of(objective, Known(states_of(leaf, mask)), rows, totals)
     expected = tensors(TRL["policy"]["cases"][case])
@@ -220,13 +225,13 @@ def test_the_clipped_losses_of_ppo() -> None:
     assert stats["clip_count"] > 0
 
     values = batch["vpred"].requires_grad_()
-    total, stats = value_loss(
-        values, batch["mb_values"], batch["mb_return"], states, clip_range=settings["cliprange_value"]
+    losses, clipped = value_losses(
+        values, batch["mb_values"], batch["mb_return"], clip_range=settings["cliprange_value"]
     )
-    loss = total / states.sum()
+    loss = (losses * states).sum() / states.sum()
     torch.testing.assert_close(loss, batch["vf_loss"], **EXACT)
     torch.testing.assert_close(torch.autograd.grad(loss, values)[0], batch["value_gradient"], **EXACT)
-    assert stats["value_clip_count"] > 0
+    assert (clipped * states).sum() > 0
 
 
 # Preferences
@@ -257,7 +262,7 @@ def pair_rows() -> tuple[dict[str, Tensor], Tensor, Tensor]:
 def test_dpo_and_its_kin(loss_type: str) -> None:
     rows, there, leaf = pair_rows()
     objective = DPOObjective(DPOConfig.model_validate({"loss": loss_type, "beta": TRL["dpo"]["beta"]}))
-    loss, _ = loss_of(objective, Model(leaf[there]), rows, {"pairs": 3.0})
+    loss, _ = loss_of(objective, Model(leaf[there]), rows, StepTotals(rows=3.0))
     expected = tensors(TRL["dpo"]["cases"][loss_type])
     torch.testing.assert_close(loss, expected["loss"], **EXACT)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected["gradient"], **EXACT)
@@ -276,7 +281,7 @@ def test_simpo_and_smoothed_labels_without_a_reference(case: str, fields: dict[s
     rows, there, leaf = pair_rows()
     rows = {name: column for name, column in rows.items() if not name.startswith("ref_")}
     objective = DPOObjective(DPOConfig.model_validate(fields | {"beta": TRL["cpo"]["beta"]}))
-    loss, _ = loss_of(objective, Model(leaf[there]), rows, {"pairs": 3.0})
+    loss, _ = loss_of(objective, Model(leaf[there]), rows, StepTotals(rows=3.0))
     expected = tensors(TRL["cpo"]["cases"][case])
     torch.testing.assert_close(loss, expected["loss"], **EXACT)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected["gradient"], **EXACT)
@@ -294,6 +299,6 @@ def test_kto_of_one_step(case: str) -> None:
     baseline = kto_baseline(logprobs - expected["mismatched_ref_logprobs"])
     assert (baseline > 0) == (case == "baseline")
     rows |= {"desirable": inputs["desirable"]}
-    loss, _ = loss_of(objective, Model(leaf[there]), rows, {"rows": 6.0, "baseline": baseline})
+    loss, _ = loss_of(objective, Model(leaf[there]), rows, StepTotals(rows=6.0, baseline=baseline))
     torch.testing.assert_close(loss, expected["loss"], **EXACT)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected["gradient"], **EXACT)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[3] / ".ci" / "audit_deps.py"
-
 
 @pytest.fixture(scope="module")
-def audit_deps() -> Any:
-    spec = importlib.util.spec_from_file_location("audit_deps", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def audit_deps(load_script: Callable[..., Any]) -> Any:
+    return load_script("audit_deps")
 
 
 def package(name: str, *vulnerabilities: str, aliases: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +27,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def module(checkout: Path) -> Any:
+def module(checkout: Path, load_script: Callable[..., Any]) -> Any:
     """`install.py` of that checkout; its uv is the one that is installed here."""
-    spec = importlib.util.spec_from_file_location("install", checkout / ".ci" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loaded = load_script("install", checkout)
     loaded.BIN = Path(sys.executable).parent
     return loaded
 
@@ -81,11 +77,7 @@ def test_everything_missing_is_named_at_once(module: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("variables", "found"),
-    [
-        ({"PIP_FIND_LINKS": "/a  /b"}, "/a,/b"),
-        ({"UV_FIND_LINKS": "/c", "PIP_FIND_LINKS": "/a"}, "/c"),
-        ({}, ""),
-    ],
+    [({"PIP_FIND_LINKS": "/a  /b"}, "/a,/b"), ({"UV_FIND_LINKS": "/c", "PIP_FIND_LINKS": "/a"}, "/c"), ({}, "")],
 )
 def test_uv_gets_pips_local_wheels(
     module: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: str

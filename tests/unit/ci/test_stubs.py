@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import xray
 from xray_runtime.kernel.graph import kinds
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(scope="module")
-def stub() -> str:
-    spec = importlib.util.spec_from_file_location("stubs", ROOT / ".ci" / "stubs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text: str = module.stub()
-    return text
+def stub(load_script: Callable[..., Any]) -> str:
+    return str(load_script("stubs").stub())
 
 
 def test_the_stub_has_every_public_name(stub: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def tree(tmp_path: Path, load_script: Callable[..., Any]) -> Any:
+    module = load_script("tree")
     module.TREE = tmp_path / "tree"
     return module
 

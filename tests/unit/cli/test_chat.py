@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.unit.environments import samples
-from tests.unit.environments.caller import save_caller
-from tests.unit.store.published import IDENTITY
+from tests.unit.agents.environments import samples
+from tests.unit.agents.environments.caller import save_caller
+from tests.unit.kernel.store.published import IDENTITY
 from xray.cli.main import app
 from xray_runtime.kernel.config.allowed_imports import VARIABLE
 from xray_runtime.kernel.store.checkpoints import Store

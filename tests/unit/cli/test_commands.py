@@ -107,7 +107,7 @@ def test_a_command_that_is_there_twice_is_one_line(theirs: Path, capsys: pytest.
     (theirs / "greeting-1.dist-info" / "entry_points.txt").write_text("[xray.commands]\nrun = greeting:hello\n")
     with pytest.raises(SystemExit, match="2"):
         app(["--help"])
-    assert capsys.readouterr().err == "error: command 'run' is there twice: xray.cli.commands.run, greeting\n"
+    assert capsys.readouterr().err == "error: command 'run' is defined twice: xray.cli.commands.run, greeting\n"
 
 
 @pytest.mark.parametrize(

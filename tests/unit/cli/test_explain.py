@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import xray
-from tests.unit.lineage.synthetic import evaluation_files
+from tests.unit.trust.synthetic import evaluation_files
 from xray.cli.explain import differences, explain, explained
 from xray.flows.subject import Subject
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -66,11 +66,7 @@ def changed(**fields: Any) -> list[str]:
         ),
         (
             {"config": BEFORE.config | {"rewards": []}},
-            [
-                "rewards null → []",
-                'rewards.0.model "rewards.0" → null',
-                "rewards.0.weight 1.0 → null",
-            ],
+            ["rewards null → []", 'rewards.0.model "rewards.0" → null', "rewards.0.weight 1.0 → null"],
         ),
         ({"config": BEFORE.config | {"lr": "x" * 50}}, [f'lr 0.1 → "{"x" * 36}...']),
         ({"parents": BEFORE.parents | {"policy": "ef" * 32}}, ["parent policy abababababab → efefefefefef"]),
@@ -261,7 +257,7 @@ def test_a_table_of_the_shipped_lifecycle(tmp_path: Path) -> None:
     lines = printed(Subject(config=LifecycleConfig()), tmp_path / "out").splitlines()
     assert lines[0].split() == ["stage", "why"]
     assert [line.split()[0] for line in lines[1:]] == [
-        *("prepare", "base", "sft", "preferences", "reward", "ppo-1", "evaluate"),
+        *("prepare", "base", "sft", "preferences", "reward", "ppo-1", "evaluate")
     ]
     assert lines[1].rstrip().split(maxsplit=2)[1:] == ["compute", "never computed in this directory"]
 

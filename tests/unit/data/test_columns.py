@@ -10,9 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.unit.rl import sample_environments
-from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.data.batch import KINDS, PairBatch, PromptBatch, ReplyBatch, Rollout, Scores, StepAnswer, TextBatch
+from tests.unit.methods.ppo import sample_environments
+from tests.unit.methods.ppo.loop import PPOModel, World, attempt, make_inputs
+from xray_runtime.data.batch import (
+    KINDS,
+    PairBatch,
+    PromptBatch,
+    ReplyBatch,
+    Rollout,
+    Scores,
+    StepAnswer,
+    StepTotals,
+    TextBatch,
+)
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.columns import GROUPS, LEDGER, STATISTICS, TOTALS
 from xray_runtime.data.ledger import read_shard, shard_path
@@ -55,7 +65,7 @@ def test_numbers_of_a_step_are_the_fields_of_its_classes() -> None:
     def names(*kinds: Any) -> set[str]:
         return {field.name for kind in kinds for field in fields(kind)}
 
-    assert names(steps.StepTotals) == {column.name for column in TOTALS}
+    assert names(StepTotals) == {column.name for column in TOTALS}
     kinds = (steps.SFTSums, steps.PairSums, steps.DPOSums, steps.KTOSums, steps.ValueSums, steps.PolicySums)
     found = names(*kinds) | names(steps.StepStatistics) - {"sums"}
     assert found == {column.name for column in STATISTICS}
@@ -95,10 +105,10 @@ class Checked(PPOModel):
         check(answer)
         return answer
 
-    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         check(rows)
         self._same_tokens(rows, rows)
-        assert totals.keys() <= {column.name for column in TOTALS}
+        assert isinstance(totals, StepTotals)
         answer = super()._train(rows, totals, lr, at_once)
         assert answer.sums.keys() <= {column.name for column in STATISTICS}
         return answer

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.unit.preparation.prepared import prepare
+from tests.unit.methods.prepare.prepared import prepare
 from xray_runtime.data.messages import read_tools
 from xray_runtime.data.reading.json_values import (
     ROUNDED,

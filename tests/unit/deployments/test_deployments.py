@@ -89,5 +89,7 @@ def test_a_deployment_of_another_package(tmp_path: Path, monkeypatch: pytest.Mon
     assert ours == list(DEPLOYMENTS.values())
     assert (theirs["entrypoint"], theirs["parameters"]) == ("weekly.report", {"output": "/home/x/output"})
     points.write_text("[xray.deployments]\nplan = weekly:PLAN\n")
-    with pytest.raises(ValueError, match=r"^deployment 'plan' is there twice: xray\.flows\.plan\.plan, weekly\.plan$"):
+    with pytest.raises(
+        ValueError, match=r"^deployment 'plan' is defined twice: xray\.flows\.plan\.plan, weekly\.plan$"
+    ):
         deployments(VALUES)

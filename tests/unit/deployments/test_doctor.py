@@ -22,7 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.unit.lineage.conftest import fresh as fresh, untouched as untouched
+from tests.unit.trust.conftest import fresh as fresh, untouched as untouched
 from xray.cli.main import app
 from xray.deployments import doctor
 from xray.deployments.server_home import PORTS, ServerHome, State

@@ -22,12 +22,7 @@ DEPLOYMENTS = ROOT / "deployments"
 
 def closed(required: str, **properties: Any) -> dict[str, Any]:
     """The schema of an object that has no other fields than these."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
 
 
 STRING, INTEGER, BOOLEAN, OBJECT = ({"type": kind} for kind in ("string", "integer", "boolean", "object"))

@@ -17,15 +17,7 @@ from typer.testing import CliRunner
 from xray.cli.commands.up import local_timezone
 from xray.cli.main import app
 from xray.deployments.patience import NotUpError
-from xray.deployments.server_home import (
-    PORTS,
-    ServerHome,
-    State,
-    check_free,
-    check_host,
-    find_server_home,
-    new_state,
-)
+from xray.deployments.server_home import PORTS, ServerHome, State, check_free, check_host, find_server_home, new_state
 from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import ProcessRecord, Service
 from xray_runtime.kernel.config.validation import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import types
@@ -133,12 +134,13 @@ def test_commands_in_the_readme_exist() -> None:
     assert named <= commands, named - commands
 
 
-def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import hooks  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("hooks")
+
+
+def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show(hooks: types.ModuleType) -> None:
     page = hooks.kinds_page()
     for name, kind in KINDS.items():
         assert f"## xray.{name}\n" in page
@@ -146,15 +148,10 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show() -> None
             assert all(f"| `{field}` |" in page for field in section.model_fields)
 
 
-def test_the_page_of_engines_says_what_each_can_do() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import hooks
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+def test_the_page_of_engines_says_what_each_can_do(hooks: types.ModuleType) -> None:
     page = hooks.engines_page()
-    assert "| lora | yes | – | Adapters" in page
-    assert "| transports | plasma | plasma | plasma, nccl, ipc |" in page
+    assert "| lora | yes | yes | – | Adapters" in page
+    assert "| transports | plasma | plasma | plasma | plasma, nccl, ipc |" in page
     for registry in (TRAINERS, GENERATORS):
         assert f"| {' | '.join(f'`{name}`' for name in registry)} |" in page
 
@@ -170,12 +167,7 @@ def test_docs_and_examples_import_xray_alone() -> None:
     assert IMPORTS.search('    "from xray_runtime.data import pairs'.replace('    "', ""))
 
 
-def test_the_site_shows_every_column() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import hooks
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
+def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
     page = hooks.columns_page()
     for name, group in GROUPS.items():
         section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]

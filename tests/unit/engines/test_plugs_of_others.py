@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from xray_runtime.engines.layouts import TRAINERS
+from xray_runtime.kernel.plugs import able
+
 TRAINER_CODE = """
 from typing import Literal
 from xray_runtime.engines.capabilities import TrainerCapabilities
@@ -104,8 +107,14 @@ def test_engines_of_others_are_as_ours(tmp_path: Path) -> None:
         command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    split, sharded = able(TRAINERS, "tensor_parallel"), [n for n in TRAINERS if "zero_stage" in fields(n)]
+    assert "deepspeed" in {*split} & {*sharded}
     assert done.stdout.splitlines() == [
-        "sft.engine: tensor_parallel = 2 is not supported with library = 'theirs' (deepspeed and megatron can)",
-        "sft.engine: zero_stage is not supported with library = 'theirs' (deepspeed and megatron can)",
+        f"sft.engine: tensor_parallel = 2 is not supported with library = 'theirs' ({', '.join(split)} can)",
+        f"sft.engine: zero_stage is not supported with library = 'theirs' ({', '.join(sharded)} can)",
         "runtime.generator_sleeps = True is not supported with generator.engine = 'far' (vllm can)",
     ]
+
+
+def fields(trainer: str) -> set[str]:
+    return {*TRAINERS.get(trainer).config.model_fields}

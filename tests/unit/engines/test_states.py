@@ -45,7 +45,8 @@ def write(directory: Path, kind: str, tensors: dict[str, Tensor] = TENSORS) -> N
         def read(kind: str, name: str, pieces: dict[str, Piece] = pieces) -> Tensor:
             return flattened(pieces[name], tensors[name] + (kind == "exp_avg"))
 
-        states.write(directory, rank, pieces, ("weight", "exp_avg"), 5, read)
+        each = {(kind, name): piece for name, piece in pieces.items() for kind in ("weight", "exp_avg")}
+        states.write(directory, rank, each, 5, read)
 
 
 KINDS = ["alone", "ZeRO-3 on 3", "TP 2"]

@@ -9,14 +9,8 @@ import pytest
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from xray.flows.search import (
-    SearchConfig,
-    calls_until,
-    load_search,
-    search_digest,
-    search_space,
-    trial_digest,
-)
+from xray.flows.search import SearchConfig, load_search
+from xray.flows.study import Search, calls_until, search_space
 from xray.flows.subject import Subject
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.loading import load_config
@@ -127,16 +121,17 @@ def test_stages_before_what_is_searched_are_shared() -> None:
     assert shared == ["prepare", "base", "sft", "preferences", "reward", "ppo-2"]
 
 
-def test_more_trials_are_the_same_search_and_another_metric_is_not() -> None:
-    search = searching({"sft.lr": {"low": 1, "high": 2}})
-    rate = {"sft.lr": 1.5}
-    of = trial_digest(TINY, rate, search)
-    assert of == trial_digest(TINY, rate, search.model_copy(update={"trials": 99, "seed": 5}))
-    assert of != trial_digest(TINY, rate, search.model_copy(update={"metric": "evaluate/kl"}))
-    assert of != trial_digest(TINY, {"sft.lr": 1.25}, search)
-    of = search_digest(TINY, search)
-    assert of == search_digest(TINY, search.model_copy(update={"trials": 99, "concurrent": 2}))
-    assert of != search_digest(TINY, search.model_copy(update={"seed": 5}))
+def test_more_trials_are_the_same_search_and_another_metric_is_not(tmp_path: Path) -> None:
+    def of(**changes: Any) -> Search:
+        search = searching({"sft.lr": {"low": 1, "high": 2}}, **changes)
+        return Search(tmp_path, TINY, search, search_space(TINY, search))
+
+    rate, search = {"sft.lr": 1.5}, of()
+    assert search.directory_of(rate) == of(trials=99, seed=5).directory_of(rate)
+    assert search.directory_of(rate) != of(metric="evaluate/kl").directory_of(rate)
+    assert search.directory_of(rate) != search.directory_of({"sft.lr": 1.25})
+    assert search.study.study_name == of(trials=99, concurrent=2).study.study_name
+    assert search.study.study_name != of(seed=5).study.study_name
 
 
 def test_the_example_fits_its_config() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from xray.flows.search import SearchConfig, search_space
-from xray.flows.study import JOURNAL, PLACE, VALUES, Search
+from xray.flows.search import SearchConfig
+from xray.flows.study import DIRECTORY, JOURNAL, VALUES, Search, search_space
 from xray.flows.subject import Subject
-from xray.flows.trial import TrialRun, UnknownMetricError
-from xray.flows.tune import run_search
+from xray.flows.tune import TrialRun, UnknownMetricError, run_search
 from xray.flows.tune_report import report
 from xray_runtime.methods.loading import load_config, validate
 
@@ -41,8 +40,8 @@ class Pretended(TrialRun):
     """Comes out as its rate says, after two points."""
 
     def measure(self) -> float:
-        with (self._root / "ran").open("a") as file:
-            file.write(f"{self._place.name}\n")
+        with (self._search.root / "ran").open("a") as file:
+            file.write(f"{self._directory.name}\n")
         if self.is_worse():
             assert self.stopped.wait(60)
             raise RuntimeError("the trial's run was stopped")
@@ -60,7 +59,7 @@ class Stoppable(Pretended):
 
     def is_worse(self) -> bool:
         self.stopped = threading.Event()
-        done = sorted(loss(t.user_attrs[VALUES]) for t in self._study.trials if t.state == TrialState.COMPLETE)
+        done = sorted(loss(t.user_attrs[VALUES]) for t in self._search.study.trials if t.state == TrialState.COMPLETE)
         middle = len(done) // 2
         return len(done) >= 2 and loss(self.values) > (done[middle] + done[~middle]) / 2
 
@@ -83,7 +82,7 @@ class Stumbling(Pretended):
 
     def measure(self) -> float:
         value = super().measure()
-        if len(ran(self._root)) == 1:
+        if len(ran(self._search.root)) == 1:
             raise ValueError("the loss is nan")
         return value
 
@@ -100,7 +99,7 @@ def ran(root: Path) -> list[str]:
 
 
 def outcomes(search: Search) -> list[tuple[str, TrialState, float | None]]:
-    return [(trial.user_attrs[PLACE], trial.state, trial.value) for trial in search.trials()]
+    return [(trial.user_attrs[DIRECTORY], trial.state, trial.value) for trial in search.trials()]
 
 
 def run(search: Search, count: int, state: TrialState = TrialState.COMPLETE) -> list[dict[str, Any]]:
@@ -142,7 +141,7 @@ def test_a_search_continues_and_more_trials_add_to_it(tmp_path: Path) -> None:
 
     results = report(edited)
     best = min(edited.trials(), key=lambda trial: loss(trial.user_attrs[VALUES]))
-    assert results["trials"][results["best"]["number"]]["directory"].endswith(best.user_attrs[PLACE])
+    assert results["trials"][results["best"]["number"]]["directory"].endswith(best.user_attrs[DIRECTORY])
     assert results["importance"] == {"sft.lr": 1.0}
     directory = tmp_path / "searches" / "rates"
     assert load_config(directory / "best.yaml") == CONFIG.with_values(best.user_attrs[VALUES]).config

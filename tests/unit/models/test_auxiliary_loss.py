@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.models.families import model
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainer import build_engine
@@ -36,6 +36,11 @@ def rows(lengths: torch.Tensor = LENGTHS) -> TextBatch[torch.Tensor]:
     return TextBatch(input_ids=ids, prompt_lengths=torch.ones_like(lengths))
 
 
+def cross_entropy(module: HeadedLM, part: TextBatch[torch.Tensor], tokens: float) -> torch.Tensor:
+    """The loss without the model's own."""
+    return SFTObjective().score(module, part).nll.sum() / tokens
+
+
 def test_families_with_the_loss_are_those_tested() -> None:
     families = [FAMILIES.get(name) for name in FAMILIES]
     assert sorted(kind for f in families if f.auxiliary for kind in f.model_types) == ["granite", *MIXTURES]
@@ -57,14 +62,13 @@ def test_sft_of_a_mixture_has_transformers_loss(kind: str) -> None:
     ids = IDS[None, :6]
     expected = lm(input_ids=ids, labels=ids, use_cache=False)
     wanted = torch.autograd.grad(expected.loss, list(lm.parameters()))
-    module, totals = HeadedLM(lm), {"tokens": 5.0, "step_rows": 1.0}
-    loss, stats = training_loss(module, SFTObjective(), rows(LENGTHS[:1]), totals)
+    module, totals = HeadedLM(lm), StepTotals(tokens=5.0, rows=1.0)
+    loss, stats, _ = training_loss(module, SFTObjective(), rows(LENGTHS[:1]), totals)
     # transformers sums in float32.
     torch.testing.assert_close(loss.float(), expected.loss.float(), rtol=1e-6, atol=0)
     for gradient, other in zip(torch.autograd.grad(loss, list(lm.parameters())), wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5 * float(other.abs().max()) + 1e-12)
-    without, _ = SFTObjective().loss(module, rows(LENGTHS[:1]), totals)
-    difference = float((loss - without).detach())
+    difference = float((loss - cross_entropy(module, rows(LENGTHS[:1]), 5.0)).detach())
     assert difference == pytest.approx(0.7 * float(expected.aux_loss), rel=1e-6)
     assert difference > 0.1
     assert stats.keys() == {"nll"}
@@ -76,11 +80,11 @@ def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str)
     mask = torch.arange(6) < LENGTHS[:, None]
     padded = torch.zeros(2, 6, dtype=torch.int64).masked_scatter(mask, IDS)
     expected = lm(input_ids=padded, attention_mask=mask.long(), use_cache=False).aux_loss
-    module, totals = HeadedLM(lm), {"tokens": 8.0, "step_rows": 2.0}
+    module, totals = HeadedLM(lm), StepTotals(tokens=8.0, rows=2.0)
 
     def auxiliary(part: TextBatch[torch.Tensor]) -> float:
-        loss, _ = training_loss(module, SFTObjective(), part, totals)
-        return float((loss - SFTObjective().loss(module, part, totals)[0]).detach())
+        loss, _, _ = training_loss(module, SFTObjective(), part, totals)
+        return float((loss - cross_entropy(module, part, 8.0)).detach())
 
     assert auxiliary(rows()) == pytest.approx(0.7 * float(expected), rel=1e-5)
     first = lm(input_ids=IDS[None, :6], use_cache=False).aux_loss
@@ -90,8 +94,8 @@ def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str)
 def test_only_a_config_that_asks_has_the_loss_and_scoring_has_none() -> None:
     module = HeadedLM(mixture("mixtral", **EXPERTS))
     assert module.auxiliary is None
-    loss, _ = training_loss(module, SFTObjective(), rows(), {"tokens": 8.0})
-    torch.testing.assert_close(loss, SFTObjective().loss(module, rows(), {"tokens": 8.0})[0], rtol=0, atol=0)
+    loss, _, _ = training_loss(module, SFTObjective(), rows(), StepTotals(tokens=8.0))
+    torch.testing.assert_close(loss, cross_entropy(module, rows(), 8.0), rtol=1e-12, atol=0)
     scoring = HeadedLM(mixture("mixtral", **ON))
     with torch.no_grad():
         assert float(SFTObjective().score(scoring, rows()).nll[0]) > 0

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from tests.unit.models.tensors import batch
 from xray_runtime.algorithms.importance import importance_weights
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.ppo.step_scores import StepScored
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import by_row
+from xray_runtime.models.objectives import by_row, training_loss
 
 PAIRS = [([5, 9, 7], [42, 11, 6, 1]), ([8, 100], [3]), ([20, 21, 22, 23, 24], [25, 1]), ([5, 9, 7], [60, 61, 62])]
 NUM_TOKENS = 10
 EXACT = {"rtol": 0.0, "atol": 1e-12}
-TOTALS = {"tokens": 9.0, "rows": 4.0, "kl_coef": 0.2}
+TOTALS = StepTotals(tokens=9.0, rows=4.0, kl_coef=0.2)
 
 
 def gradients(module: HeadedLM, loss: Tensor) -> dict[str, Tensor]:
@@ -50,7 +52,7 @@ def test_loss_gradients_and_weights_are_those_of_scoring_beforehand(
     module, rows = HeadedLM(lm).double(), as_rows(PAIRS) | columns(3)
     given = {"method": method, "importance_correction": correction, "importance_level": level, "importance_cap": 1.2}
     config = PPOStageConfig(**given)  # type: ignore[arg-type]
-    objective = PPOObjective(config)
+    objective = StepScored(PPOObjective(config))
 
     with torch.no_grad():
         scored = objective.score(module, batch(rows)).logprobs.values  # type: ignore[arg-type]
@@ -58,13 +60,13 @@ def test_loss_gradients_and_weights_are_those_of_scoring_beforehand(
     both = padded(scored, rows), padded(rows["rollout_logprobs"], rows)
     weights, stats = importance_weights(*both, mask, mode=correction, cap=1.2, level=level)  # type: ignore[arg-type]
     assert stats["capped_share"] > 0
-    expected, expected_stats = objective.loss(
-        module, batch(rows | {"old_logprobs": scored, "weights": weights[valid]}), TOTALS
+    expected, expected_stats, _ = training_loss(
+        module, objective, batch(rows | {"old_logprobs": scored, "weights": weights[valid]}), TOTALS
     )
     wanted = gradients(module, expected)
 
-    loss, found = objective.loss(module, batch(rows), TOTALS)
-    torch.testing.assert_close(found.pop("old_logprobs"), scored, **EXACT)
+    loss, found, given_back = training_loss(module, objective, batch(rows), TOTALS)
+    torch.testing.assert_close(given_back.old_logprobs.values, scored, **EXACT)
     torch.testing.assert_close(loss, expected, **EXACT)
     torch.testing.assert_close(found, expected_stats, **EXACT)
     assert found["clip_count"] == found["approx_kl_sum"] == 0  # the ratio is exactly 1

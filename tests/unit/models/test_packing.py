@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
 from tests.unit.models.tensors import batch
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
 from xray_runtime.models.packing import Trees, can_pack
 
 TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
@@ -69,7 +71,7 @@ def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> N
         assert module.scalar is not None
         torch.nn.init.constant_(module.scalar.weight, 0.1)
         scores = objective.score(module, batch(rows))  # type: ignore[arg-type]
-        loss, _ = objective.loss(module, batch(rows), {"tokens": 8.0})  # type: ignore[arg-type]
+        loss, _, _ = training_loss(module, objective, batch(rows), StepTotals(tokens=8.0))  # type: ignore[arg-type]
         loss.backward()
         per_token = [scores.logprobs.values.detach(), scores.values.values.detach()]
         return [*per_token, loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.tensors import batch
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
 
 MakeLM = Callable[[int], Any]
 AsRows = Callable[..., dict[str, Tensor]]
@@ -58,7 +60,7 @@ def test_dpo_is_its_formula_over_the_librarys_logits(make_lm: MakeLM, as_rows: A
     with torch.no_grad():
         ref = [torch.stack([reply_logprob(reference, *p) for p in side]) for side in (CHOSEN, REJECTED)]
     rows = of_pairs(as_rows) | {"ref_chosen": ref[0], "ref_rejected": ref[1]}
-    loss, stats = DPOObjective(DPOConfig(beta=0.3)).loss(module, batch(rows), {"pairs": 4.0})
+    loss, stats, _ = training_loss(module, DPOObjective(DPOConfig(beta=0.3)), batch(rows), StepTotals(rows=4.0))
     own = [torch.stack([reply_logprob(lm, *p) for p in side]) for side in (CHOSEN, REJECTED)]
     margin = 0.3 * ((own[0] - ref[0]) - (own[1] - ref[1]))
     expected = torch.log1p(torch.exp(-margin)).sum() / 4
@@ -73,8 +75,11 @@ def test_dpo_is_its_formula_over_the_librarys_logits(make_lm: MakeLM, as_rows: A
 def test_simpo_needs_no_reference(make_lm: MakeLM, as_rows: AsRows) -> None:
     lm = make_lm(0)
     module = HeadedLM(lm).double()
-    loss, _ = DPOObjective(DPOConfig(loss="simpo", beta=2.0, gamma=1.0)).loss(
-        module, batch(of_pairs(as_rows)), {"pairs": 3.0}
+    loss, _, _ = training_loss(
+        module,
+        DPOObjective(DPOConfig(loss="simpo", beta=2.0, gamma=1.0)),
+        batch(of_pairs(as_rows)),
+        StepTotals(rows=3.0),
     )
     means = [torch.stack([reply_logprob(lm, p, r) / len(r) for p, r in side]) for side in (CHOSEN, REJECTED)]
     expected = torch.log1p(torch.exp(1.0 - 2.0 * (means[0] - means[1]))).mean()
@@ -87,7 +92,7 @@ def test_the_policy_that_is_its_reference_has_a_loss_of_ln_2(make_lm: MakeLM, as
     with torch.no_grad():
         ref = [objective.score(module, batch(as_rows(side))).reply_logprobs for side in (CHOSEN, REJECTED)]
     rows = of_pairs(as_rows) | {"ref_chosen": ref[0], "ref_rejected": ref[1]}  # type: ignore[dict-item]
-    loss, _ = objective.loss(module, batch(rows), {"pairs": 3.0})
+    loss, _, _ = training_loss(module, objective, batch(rows), StepTotals(rows=3.0))
     assert float(loss.detach()) == pytest.approx(math.log(2), abs=1e-12)
 
 
@@ -96,7 +101,7 @@ def test_equal_replies_move_nothing(make_lm: MakeLM, as_rows: AsRows, loss: Any)
     module = HeadedLM(make_lm(0)).double()
     zeros = torch.zeros(3, dtype=torch.float64)
     rows = of_pairs(as_rows, CHOSEN, CHOSEN) | {"ref_chosen": zeros, "ref_rejected": zeros}
-    value, _ = DPOObjective(DPOConfig(loss=loss)).loss(module, batch(rows), {"pairs": 3.0})
+    value, _, _ = training_loss(module, DPOObjective(DPOConfig(loss=loss)), batch(rows), StepTotals(rows=3.0))
     assert float(gradient(module, value).abs().max()) < 1e-12
 
 
@@ -109,7 +114,7 @@ def test_the_gradient_of_pairs_does_not_depend_on_order_or_split(make_lm: MakeLM
         at = list(index)
         ref = {"ref_chosen": REFERENCE[0][at], "ref_rejected": REFERENCE[1][at]}
         rows = of_pairs(as_rows, [CHOSEN[i] for i in at], [REJECTED[i] for i in at]) | ref
-        return gradient(module, objective.loss(module, batch(rows), {"pairs": 3.0})[0])
+        return gradient(module, training_loss(module, objective, batch(rows), StepTotals(rows=3.0))[0])
 
     whole = of(0, 1, 2)
     torch.testing.assert_close(of(2, 0, 1), whole, **EXACT)
@@ -130,7 +135,7 @@ def test_kto_is_its_formula_and_does_not_depend_on_the_split(make_lm: MakeLM, as
     def of(*index: int) -> Tensor:
         at = list(index)
         rows = as_rows([replies[i] for i in at]) | {"ref_reply_logprobs": ref[at], "desirable": desirable[at]}
-        return KTOObjective(config).loss(module, batch(rows), {"rows": 6.0, "baseline": 0.7})[0]
+        return training_loss(module, KTOObjective(config), batch(rows), StepTotals(rows=6.0, baseline=0.7))[0]
 
     ratios = torch.stack([reply_logprob(lm, *reply) for reply in replies]) - ref
     gain = 0.2 * (ratios - 0.7)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
 from xray_runtime.cluster.micro_batches import as_tensors, row_groups
-from xray_runtime.data.batch import PairBatch, PolicyBatch, TextBatch
+from xray_runtime.data.batch import PairBatch, PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.preference_objectives import DPOObjective
 from xray_runtime.methods.dpo.config import DPOConfig
@@ -21,7 +21,7 @@ from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
-from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
+from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens, training_loss
 from xray_runtime.models.packing import Prompts, Trees
 from xray_runtime.models.reward_objective import RewardObjective
 
@@ -31,7 +31,7 @@ PROMPTS = [FIRST, SECOND, FIRST, [3], SECOND, FIRST, FIRST]
 REPLIES = [[11, 6, 80], [4], [7, 2, 3], [8, 8], [15, 16], [9], [11, 6, 80]]
 """Of each row: two of one prompt are equally long, and two are equal."""
 REJECTED = [[12], [4, 5], [7], [8, 9, 10], [2], [1, 1], [3]]
-TOTALS = {"tokens": 15.0, "rows": 7.0, "pairs": 7.0, "kl_coef": 0.1}
+TOTALS = StepTotals(tokens=15.0, rows=7.0, kl_coef=0.1)
 
 
 def test_trees_by_hand() -> None:
@@ -92,7 +92,7 @@ def outcome(
         tensors = as_tensors(rows.take(batch))
         if not shared:
             tensors = tensors.with_columns(alike=None)
-        loss, _ = objective.loss(module, tensors, TOTALS)
+        loss, _, _ = training_loss(module, objective, tensors, TOTALS)
         loss.backward()
         total += loss.item()
     return total, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

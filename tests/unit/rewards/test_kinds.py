@@ -18,7 +18,7 @@ from xray_runtime.rewards.term import Recording, Term
 ROOT = Path(__file__).parents[3]
 STRANGER = """
 import json
-from tests.unit.rl.sources import sources
+from tests.unit.methods.ppo.sources import sources
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.config import reward_term

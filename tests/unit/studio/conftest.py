@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
+from tests.unit.trust.synthetic import Lifecycle
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.lineage.synthetic import Lifecycle
-from tests.unit.studio.world import post, studio
+from tests.unit.studio.world import post, run_at_work, studio
+from tests.unit.trust.synthetic import Lifecycle
 from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
-from xray_runtime.kernel.evidence.view import RunBegan, run_lock
+from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.serving.recording import COUNTERS
-from xray_runtime.trust.log import append
 
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -41,18 +39,6 @@ def cycle(output: Path, state: str) -> None:
     os.utime(place_of(output, made) / FILE, (1_800_000_000, 1_800_000_000))
 
 
-def at_work(output: Path) -> None:
-    began = RunBegan(
-        run_id="live-1", place="", facts={}, tracking="", experiment="e", name="tonight", params="0" * 64, tags={}
-    )
-    append(output, began)
-    (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
-    records = output / "records" / "ppo-0123456789ab"
-    records.mkdir()
-    points = [{"step": n, "time_ms": n, "metrics": {"rollout/tokens_per_s": 100.0 * n}} for n in (1, 2)]
-    (records / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-
-
 def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
     client = studio(output)
     found = scraped(client.get("/metrics").text)
@@ -61,7 +47,7 @@ def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
     assert not {name for name, _ in found} & {"xray_audit_sound", "xray_cycle_state"}
     post(client, "/audit", hashing="yes")
     assert scraped(client.get("/metrics").text)[("xray_audit_sound", ())] == 1
-    at_work(output)
+    run_at_work(output, "ppo", [{}, *({"rollout/tokens_per_s": 100.0 * n} for n in (1, 2))])
     cycle(output, "held")
     with run_lock(output, "live-1"):
         found = scraped(client.get("/metrics").text)
@@ -105,7 +91,7 @@ def test_a_scrape_of_an_open_studio_bears_its_token(output: Path) -> None:
 
 
 def test_the_alerts_are_over_metrics_that_exist(output: Path) -> None:
-    at_work(output)
+    run_at_work(output, "ppo", [{}, *({"rollout/tokens_per_s": 100.0 * n} for n in (1, 2))])
     cycle(output, "begun")
     client = studio(output)
     post(client, "/audit")

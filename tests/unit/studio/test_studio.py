@@ -13,20 +13,19 @@ import pytest
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
-from tests.unit.lineage.promoting import aliases
-from tests.unit.lineage.synthetic import NAME, Lifecycle
-from tests.unit.studio.world import HOSTILE, post, studio
+from tests.unit.studio.world import HOSTILE, post, run_at_work, studio
+from tests.unit.trust.promoting import aliases
+from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.cli.main import app as command
 from xray.studio import studio as shared
 from xray_runtime.data.pairs import Pairs, PreferenceExample
-from xray_runtime.kernel.evidence.view import RunBegan, run_lock
+from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.recorded import RecordedReader, recorded_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
 from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback.session import read_sessions
 from xray_runtime.trust.audit.checkpoints import audit
-from xray_runtime.trust.log import append
 
 
 @pytest.fixture
@@ -35,14 +34,7 @@ def output(made: Path, tmp_path: Path) -> Path:
 
 
 PAGES = (
-    "/",
-    "/rollouts",
-    "/review",
-    "/review/recorded",
-    "/lineage",
-    "/evaluations",
-    "/promote",
-    f"/promote/{NAME}",
+    *("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}"),
     "/withdrawals",
 )
 SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
@@ -140,15 +132,7 @@ def test_the_audit_is_shown_where_it_found_something(output: Path) -> None:
 
 
 def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
-    began = RunBegan(
-        run_id="live-1", place="", facts={}, tracking="", experiment="e", name="tonight", params="0" * 64, tags={}
-    )
-    append(output, began)
-    (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
-    records = output / "records" / "sft-0123456789ab"
-    records.mkdir()
-    lines = [{"step": n, "time_ms": n, "metrics": {"sft/loss": 2.0 - n / 10}} for n in range(5)]
-    (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = run_at_work(output, "sft", [{"sft/loss": 2.0 - n / 10} for n in range(5)])
     (records / "samples.json").write_text(json.dumps({"columns": ["prompt"], "rows": [[HOSTILE]]}))
     client = studio(output)
     with run_lock(output, "live-1"):
@@ -157,8 +141,8 @@ def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
         assert "sft/loss: +2.000 to +1.600 at step 4" in page
         assert "&lt;script&gt;" in page
         assert "<script>alert" not in page
-        lines.append({"step": 5, "time_ms": 5, "metrics": {"sft/loss": 0.5}})
-        (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with (records / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "time_ms": 5, "metrics": {"sft/loss": 0.5}}) + "\n")
         assert "to +0.500 at step 5" in client.get("/runs/live-1/live").text
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "failed", "stages": []}))
     assert "every 2s" not in client.get("/runs/live-1").text

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import Lifecycle
-from tests.unit.serving.recording import exchange, keep
+from tests.unit.live.serving.recording import exchange, keep
 from tests.unit.studio.world import HOSTILE, post, studio
+from tests.unit.trust.synthetic import Lifecycle
 from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import run_lock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,18 @@ import httpx
 import pyarrow as pa
 from fastapi.testclient import TestClient
 
-from tests.unit.lineage.synthetic import Lifecycle, comparison, weights
-from tests.unit.serving.recording import exchange, keep
+from tests.unit.live.serving.recording import exchange, keep
+from tests.unit.trust.synthetic import Lifecycle, comparison, weights
 from xray.studio.access import COOKIE, Access
 from xray.studio.app import make_app
 from xray.studio.studio import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.feedback.judgements import Question
 from xray_runtime.live.feedback.session import Session, session_directory
+from xray_runtime.trust.log import append
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} <img src=x onerror=alert(1)>"
 
@@ -56,6 +60,18 @@ def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: in
     files |= {"config.json": b"{}", "model.safetensors": weights("read")}
     files |= {f"ledger/{n:06d}.parquet": shard(tokenizer, n, size) for n in range(num_iterations)}
     return life.add("ppo-read", "ppo", files, {}).sha256
+
+
+def run_at_work(output: Path, stage: str, metrics: Sequence[Mapping[str, float]]) -> Path:
+    """Begin the run `live-1`, which a test must lock; returns the directory of its stage's records."""
+    empty = {"place": "", "facts": {}, "tracking": "", "params": "0" * 64, "tags": {}}
+    append(output, RunBegan(run_id="live-1", experiment="e", name="tonight", **empty))
+    (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
+    records = output / "records" / f"{stage}-0123456789ab"
+    records.mkdir()
+    points = [{"step": step, "time_ms": step, "metrics": dict(values)} for step, values in enumerate(metrics)]
+    (records / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    return records
 
 
 def compared(output: Path, count: int = 3) -> Session:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.store.published import IDENTITY, KEY
+from tests.unit.kernel.store.published import IDENTITY, KEY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store

@@ -55,9 +55,9 @@ def command(
     head = _head(expect)
     if ref is not None and not everything:
         path = Path(ref)
-        found = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
-        if found is not None:
-            report(found, hashing, as_json)
+        audited = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
+        if audited is not None:
+            report(audited, hashing, as_json)
     if everything == (ref is not None):
         raise ConfigError("REF, --all: exactly one is required")
     if public_key is not None and not public_key.is_file():

@@ -20,11 +20,11 @@ from xray_runtime.kernel.config.validation import ConfigError, validate_as
 
 if TYPE_CHECKING:
     from xray_runtime.agents.environments.pool import EnvironmentPool
-    from xray_runtime.agents.environments.protocol import Step
     from xray_runtime.data.pairs import Messages
     from xray_runtime.kernel.history.graph import Node
     from xray_runtime.kernel.history.reference import LineageStore
     from xray_runtime.methods.common.environment import EnvironmentConfig
+    from xray_runtime.methods.common.environment_protocol import Step
 
 PANEL = "People"
 

@@ -29,12 +29,12 @@ def command(
     """
     from xray.deployments.doctor import diagnose
 
-    found = diagnose(find_server_home(home), output)
+    diagnoses = diagnose(find_server_home(home), output)
     if as_json:
-        print(json.dumps([{"name": name, "problems": problems} for name, problems in found.items()], indent=2))
+        print(json.dumps([{"name": name, "problems": problems} for name, problems in diagnoses.items()], indent=2))
     else:
         console = Console()
-        for name, problems in found.items():
+        for name, problems in diagnoses.items():
             for problem in problems or ("ok",):
                 print_indented(console, f"{name:10}", problem)
-    raise typer.Exit(FAILED if any(found.values()) else 0)
+    raise typer.Exit(FAILED if any(diagnoses.values()) else 0)

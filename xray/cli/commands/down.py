@@ -18,20 +18,20 @@ def command(home: Where = None) -> None:
     Exit codes: 0 done, 2 bad input.
     """
     with interruptible():
-        found = find_server_home(home)
-        state = found.load() if found.path.is_dir() else None
+        server_home = find_server_home(home)
+        state = server_home.load() if server_home.path.is_dir() else None
         if state is None:
-            say(f"nothing was started in {found.path}")
+            say(f"nothing was started in {server_home.path}")
             return
-        with found.locked():
-            prefect, *others = servers(found, state)
-            runs = worker(found, state)
+        with server_home.locked():
+            prefect, *others = servers(server_home, state)
+            runs = worker(server_home, state)
             if (process := runs.find()) is not None:
                 # Kill the worker first: it would start the next run and mark suspended ones as crashed.
                 process.kill()
-                _suspend(prefect_api(found, state), runs)
+                _suspend(prefect_api(server_home, state), runs)
             # Clients stop before their servers.
-            ended = stop(found, state, [runs, *reversed(others), prefect])
+            ended = stop(server_home, state, [runs, *reversed(others), prefect])
         say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 

@@ -45,22 +45,22 @@ def command(
     except ValueError as error:
         raise ConfigError(f"--public-key: {error}") from None
     log = read_log(output, verifier)[0]
-    found = sorted(set(check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)))
-    broken = {finding.subject for finding in found}
+    findings = sorted(set(check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)))
+    broken = {finding.subject for finding in findings}
     # Segments that no sound chain names are not shown.
     reader = RecordedReader(output, is_sound=not any(CHAIN in subject for subject in broken))
     rows = list(reader.rows(user, broken, limit or None))
     summary = {"answers": reader.answers, "feedback": reader.feedback, "lost": reader.chain.lost}
     if as_json:
-        findings = [finding.to_json() for finding in found]
-        print(json.dumps({"sound": not found, **summary, "findings": findings, "records": rows}, indent=2))
+        listed = [finding.to_json() for finding in findings]
+        print(json.dumps({"sound": not findings, **summary, "findings": listed, "records": rows}, indent=2))
     else:
         _show(Console(), rows)
         lost = "".join(f"; {count} lost: {reason}" for reason, count in reader.chain.lost.items())
         print(f"{len(rows)} shown of {reader.answers} answers and {reader.feedback} feedback{lost}")
-        for finding in found:
+        for finding in findings:
             print(f"BROKEN {finding.subject}: {finding.detail}", file=sys.stderr)
-    raise typer.Exit(FAILED if found else 0)
+    raise typer.Exit(FAILED if findings else 0)
 
 
 def _show(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -58,35 +58,35 @@ def command(
         _print_diff(node, iteration[0], against, limit or None, as_json)
         return
     query = Query(sorted(set(iteration or [])), source, min_reward, max_reward, failed, unused)
-    found = Selection(node, query, by).page(0, limit or None)
+    page = Selection(node, query, by).page(0, limit or None)
     if as_json:
-        print(json.dumps(vars(found), indent=2))
+        print(json.dumps(vars(page), indent=2))
     else:
-        _print_rows(Console(), found.rows)
-        print(f"{len(found.rows)} of {found.total} rows" + ("" if len(found.rows) == found.total else "; --limit"))
-    for name in found.changed:
+        _print_rows(Console(), page.rows)
+        print(f"{len(page.rows)} of {page.total} rows" + ("" if len(page.rows) == page.total else "; --limit"))
+    for name in page.changed:
         print(f"BROKEN {name} was changed after it was published: see `xray audit`", file=sys.stderr)
-    raise typer.Exit(FAILED if found.changed else 0)
+    raise typer.Exit(FAILED if page.changed else 0)
 
 
 def _print_diff(node: Node, first: int, second: int, limit: int | None, as_json: bool) -> None:
     """Print two iterations beside each other."""
     from xray_runtime.trust.rollouts import diff_iterations
 
-    found, console = diff_iterations(node, first, second, limit), Console()
+    difference, console = diff_iterations(node, first, second, limit), Console()
     if as_json:
-        print(json.dumps(vars(found), indent=2))
+        print(json.dumps(vars(difference), indent=2))
         return
-    for one in found.summary:
+    for one in difference.summary:
         numbers = ", ".join(f"{name} {_number(one[name])}" for name in ("mean", "lowest", "highest"))
         print(f"iteration {one['iteration']}: {one['rows']} rows, reward {numbers}")
-    for before, after in found.pairs:
+    for before, after in difference.pairs:
         print_indented(console, "", f"prompt {before['prompt_row']}", "bold")
         print_indented(console, "  prompt  ", shown(before["prompt"]))
         for row in (before, after):
             reward = "none" if row["reward"] is None else _number(row["reward"])
             print_indented(console, f"  {row['iteration']:<8}", f"{reward} {shown(row['reply'])}")
-    print(f"{len(found.pairs)} of {found.total} prompts that are in both")
+    print(f"{len(difference.pairs)} of {difference.total} prompts that are in both")
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:

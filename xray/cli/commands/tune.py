@@ -10,7 +10,7 @@ from rich.console import Console
 
 from xray.cli.options import Overrides, Target
 from xray.cli.supervisor import supervise
-from xray.flows.search import load_search, search_space
+from xray.flows.search import SEARCHES, load_search
 from xray.flows.subject import output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray.tasks.preflight import check_before_start, check_ray_address
@@ -40,6 +40,8 @@ def command(
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
     require_extra("ops")
+    from xray.flows.study import search_space
+
     subject, wanted = read_subject(target, overrides or []), load_search(search, trials)
     try:
         search_space(subject, wanted)
@@ -49,7 +51,7 @@ def command(
     check_ray_address()
     graph = subject.recorded()
     check_before_start(graph)
-    directory = root / "searches" / wanted.name
+    directory = root / SEARCHES / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
     with file_lock(directory):
         if subject.config is not None:

@@ -63,12 +63,12 @@ def chat(request: Request, fields: Fields) -> Response:
 
 def _list(fields: dict[str, str], name: str) -> list[Any]:
     try:
-        found = json.loads(fields.get(name, ""))
+        parsed = json.loads(fields.get(name, ""))
     except ValueError:
-        found = None
-    if not isinstance(found, list):
+        parsed = None
+    if not isinstance(parsed, list):
         raise ConfigError(f"{name}: {fields.get(name, '')[:80]!r} is not allowed: must be a JSON list")
-    return found
+    return parsed
 
 
 def _reply(studio: Studio, content: dict[str, Any]) -> Iterator[dict[str, Any]]:

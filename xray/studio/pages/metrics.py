@@ -71,11 +71,11 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
     changed = GaugeMetricFamily(
         "xray_stage_timestamp_seconds", "Time of the last point of a stage at work", labels=["run", "stage"]
     )
-    found = runs(output)
-    statuses = Counter(run["status"] for run in found)
+    listed = runs(output)
+    statuses = Counter(run["status"] for run in listed)
     for status in sorted({*STATUSES, *statuses}):
         counted.add_metric([status], statuses[status])
-    for run in found:
+    for run in listed:
         for directory in working(output, run):
             stage = directory.name.rpartition("-")[0]
             path = directory / METRICS
@@ -116,5 +116,5 @@ def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:
     ended = canary.ended
     if ended is None:
         monitor = Monitor(store, canary, None)
-        ended = monitor.look() or monitor.decision("undecided", "")
+        ended = monitor.check() or monitor.decision("undecided", "")
     yield from canary_gauges(CanaryState(canary.ended is None, ended.arms))

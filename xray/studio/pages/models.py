@@ -73,16 +73,16 @@ def checkpoint(request: Request, ref: str) -> Response:
 
 
 def _evaluations(store: LineageStore) -> SideBySide:
-    found: list[Measured] = []
+    evaluations: list[Measured] = []
     for sha in store.graph.ancestors(sorted(store.graph.nodes)):
         node = store.graph.nodes.get(sha)
         if node is not None and node.kind is not None and node.kind.sides and node.kind.results:
             try:
-                found.append(measured(node.kind, node.directory))
+                evaluations.append(measured(node.kind, node.directory))
             # The audit names it.
             except DAMAGED:
                 continue
-    return side_by_side(found, {sha: node.name for sha, node in store.graph.nodes.items()})
+    return side_by_side(evaluations, {sha: node.name for sha, node in store.graph.nodes.items()})
 
 
 @router.get("/evaluations")
@@ -126,7 +126,7 @@ def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Promot
 
 
 def _seen(review: promotion.PromotionReview) -> str:
-    """Changes with anything that a person decides on."""
+    """A digest that changes with everything a person decides on."""
     facts = [review.version, review.candidate.sha256, review.champion and review.champion.checkpoint, review.evidence]
     return digest([*facts, [gate.model_dump() for gate in review.gates]])
 
@@ -135,12 +135,12 @@ def _seen(review: promotion.PromotionReview) -> str:
 def review_page(request: Request, name: str) -> Response:
     studio = studio_of(request)
     try:
-        store, found = _reviewed(studio, name)
+        store, reviewed = _reviewed(studio, name)
     except NotPromoted as error:
         return page(request, "promote.html", name=name, review=None, reasons=error.reasons, by=studio.by, samples=[])
-    shown = store.graph.nodes[found.evidence.get("comparison", found.evidence["evaluation"])]
+    shown = store.graph.nodes[reviewed.evidence.get("comparison", reviewed.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:6]
-    values: dict[str, Any] = {"review": found, "seen": _seen(found), "samples": samples}
+    values: dict[str, Any] = {"review": reviewed, "seen": _seen(reviewed), "samples": samples}
     return page(request, "promote.html", name=name, reasons=[], by=studio.by, **values)
 
 
@@ -157,9 +157,9 @@ def decide(request: Request, name: str, fields: Fields) -> Response:
         return RedirectResponse("/promote", 303)
     if answer not in ("promote", "decline"):
         raise ConfigError(f"answer: {answer!r} is not allowed: must be promote, decline or rollback")
-    store, found = _reviewed(studio, name)
-    if fields.get("seen") != _seen(found):
+    store, reviewed = _reviewed(studio, name)
+    if fields.get("seen") != _seen(reviewed):
         raise NotPromoted(["the evidence has changed since the page was shown: read it again"])
     act = promotion.promote if answer == "promote" else promotion.decline
-    act(store, found, by=by, note=note)
+    act(store, reviewed, by=by, note=note)
     return RedirectResponse("/promote", 303)

@@ -1,4 +1,4 @@
-"""Review: a person judges, without knowing which model stands where; verdicts are those of `xray compare`."""
+"""Review: a person judges, without knowing which model is on which side; verdicts are those of `xray compare`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from xray.studio.feedback_client import send_feedback
 from xray.studio.studio import Link, Pages, Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.comparisons import SESSION, SESSIONS
 from xray_runtime.kernel.history.recorded_rows import RECORDED
@@ -41,11 +42,11 @@ def _session(studio: Studio, name: str) -> Path:
 
 @router.get("/review")
 def sessions(request: Request) -> Response:
-    """Everything that there is to judge."""
+    """Everything that can be judged."""
     studio, judge = studio_of(request), _judge(request)
-    found = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
+    open_sessions = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
     recorded = len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None
-    return page(request, "review.html", sessions=found, recorded=recorded, judge=judge)
+    return page(request, "review.html", sessions=open_sessions, recorded=recorded, judge=judge)
 
 
 @router.post("/review")
@@ -89,20 +90,20 @@ def judge_recorded(request: Request, fields: Fields) -> Response:
 
 def _recorded_page(request: Request, template: str, skipped: str) -> Response:
     """The next question; after `skipped`, where it was skipped."""
-    found = recorded_questions(studio_of(request).output, _judge(request))
-    ids = [question.id for question in found]
-    place = ids.index(skipped) + 1 if skipped in ids else 0
-    question = found[place] if place < len(found) else None
+    questions = recorded_questions(studio_of(request).output, _judge(request))
+    ids = [question.id for question in questions]
+    position = ids.index(skipped) + 1 if skipped in ids else 0
+    question = questions[position] if position < len(questions) else None
     return page(
         request,
         template,
         title="Recorded answers",
         action="/review/recorded",
         judge=_judge(request),
-        left_over=len(found) - place,
+        left_over=len(questions) - position,
         question=question.id if question else "",
         prompt=question.prompt if question else "",
-        replies=[answer.text for answer in question.answers] if question else [],
+        replies=[split_reasoning(answer.text) for answer in question.answers] if question else [],
         keys={**question.keys, "s": "skip"} if question else {},
         before=None,
     )
@@ -131,9 +132,9 @@ def judge_session(request: Request, name: str, fields: Fields) -> Response:
 def _page(request: Request, template: str, session: Session, number: int | None, before: int | None = None) -> Response:
     """Question `number`, by default the first that is open; `before`: the one that was just judged."""
     judge = _judge(request)
-    found = session.open_questions(judge)
+    open_questions = session.open_questions(judge)
     question = next((q for q in session.questions if q.number == number), None) if number is not None else None
-    question = question or next(iter(found), None)
+    question = question or next(iter(open_questions), None)
     replies = [question.a, question.b] if question is not None else []
     if question is not None and left_model(session.setup.seed, judge, question.number) == "b":
         replies.reverse()
@@ -143,10 +144,10 @@ def _page(request: Request, template: str, session: Session, number: int | None,
         title=f"Comparison {session.name}",
         action=f"/review/{session.name}",
         judge=judge,
-        left_over=len(found),
+        left_over=len(open_questions),
         question=str(question.number) if question else "",
         prompt=prompt_text(question.prompt) if question else "",
-        replies=replies,
+        replies=[split_reasoning(reply) for reply in replies],
         keys={"1": "the left is better", "2": "the right is better", "t": "a tie", "b": "both are bad", "s": "skip"},
         before=before,
     )

@@ -1,4 +1,4 @@
-"""Runs: the list with its audit state, and one run as it goes on."""
+"""Runs: the list with its audit state, and the progress of one run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RUNNING = "running"
 
 
 def runs(output: Path) -> list[dict[str, Any]]:
-    """Every run that the signed log knows, newest first: id, name, place, begun, status, registered version."""
+    """Every run that the signed log knows, newest first: its id, log entry, status, stages and record."""
     log = view(output)
     open_runs, last = log.open_runs(output), {run.place: run_id for run_id, run in log.runs.items()}
-    found = []
+    listed_runs = []
     for run_id, run in reversed(log.runs.items()):
         content = read_run(output / run.place) if last[run.place] == run_id else {}
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
@@ -48,8 +48,8 @@ def runs(output: Path) -> list[dict[str, Any]]:
         # A record that was damaged shows fewer stages; the audit names it.
         listed = content.get("stages")
         stages = [s for s in (listed if isinstance(listed, list) else []) if _is_stage(s)]
-        found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
-    return found
+        listed_runs.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
+    return listed_runs
 
 
 def _is_stage(stage: Any) -> bool:
@@ -85,37 +85,37 @@ def run_page(request: Request, run_id: str) -> Response:
 
 @router.get("/runs/{run_id}/live")
 def live(request: Request, run_id: str) -> Response:
-    """The part of the page that changes; htmx asks for it while the run goes on."""
+    """The part of the page that changes; htmx requests it while the run is active."""
     return _run_page(request, run_id, "run_part.html")
 
 
 def _run_page(request: Request, run_id: str, template: str) -> Response:
     output = studio_of(request).output
-    found = next((run for run in runs(output) if run["id"] == run_id), None)
-    if found is None:
+    run = next((run for run in runs(output) if run["id"] == run_id), None)
+    if run is None:
         raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
-    return page(request, template, found=found, stages=list(stages(output, found)))
+    return page(request, template, run=run, stages=list(stages(output, run)))
 
 
-def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def stages(output: Path, run: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
-    for stage in found["stages"]:
+    for stage in run["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
         sha256, drawn = stage["checkpoint"]["sha256"], curves(directory / METRICS, stage["kind"])
         facts = {"name": stage["name"], "state": computed_text(stage), "sha256": sha256, "findings": stage["findings"]}
         yield facts | {"curves": drawn, "tables": tables(directory)}
-    for directory in working(output, found):
+    for directory in working(output, run):
         facts = {"name": directory.name.rpartition("-")[0], "state": "at work", "sha256": None, "findings": []}
         yield facts | {"curves": curves(directory / METRICS, None), "tables": tables(directory)}
 
 
-def working(output: Path, found: dict[str, Any]) -> list[Path]:
+def working(output: Path, run: dict[str, Any]) -> list[Path]:
     """The directories of records of the stages of a run that are at work."""
-    if found["status"] != RUNNING:
+    if run["status"] != RUNNING:
         return []
-    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
+    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in run["stages"]}
     try:
-        began = datetime.fromisoformat(found["run"].at).timestamp() if found["run"].at else 0.0
+        began = datetime.fromisoformat(run["run"].at).timestamp() if run["run"].at else 0.0
     except (ValueError, OverflowError):
         began = 0.0
     paths = sorted((output / RECORDS).glob(f"*/{METRICS}"))
@@ -146,16 +146,16 @@ def _curve(name: str, points: list[tuple[int, float]]) -> dict[str, Any]:
 
 def tables(directory: Path) -> list[dict[str, Any]]:
     """The tables that a stage wrote, newest first, each with its last rows."""
-    found = []
+    shown = []
     for path in sorted(directory.glob("*.json"), key=lambda p: -p.lstat().st_mtime):
         try:
             content = json.loads(read_bounded(path))
             rows = [[_cell(value) for value in row] for row in islice(reversed(content["rows"]), MAX_ROWS)]
-            found.append({"name": path.stem, "columns": [str(c) for c in content["columns"]], "rows": rows})
+            shown.append({"name": path.stem, "columns": [str(c) for c in content["columns"]], "rows": rows})
         # It is being written, or damaged.
         except DAMAGED:
             continue
-    return found
+    return shown
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Withdrawals: what was withdrawn and whether that holds, and a new one; what `xray withdraw` does."""
+"""Withdrawals: those in the log, whether they still hold, and a form for another; as `xray withdraw`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def withdrawals(request: Request) -> Response:
 def verify(request: Request) -> Response:
     """The result of `xray withdraw --verify`. It reads every recorded answer, so the page does not wait for it."""
     studio = studio_of(request)
-    found = withdrawal.verify(open_lineage_store(studio.output, studio.tracking_uri))
-    return page(request, "verify_part.html", found=found)
+    contradictions = withdrawal.verify(open_lineage_store(studio.output, studio.tracking_uri))
+    return page(request, "verify_part.html", contradictions=contradictions)
 
 
 @router.post("/withdrawals")
@@ -69,6 +69,6 @@ def withdraw(request: Request, fields: Fields) -> Response:
 
 
 def _seen(store: LineageStore, plan: withdrawal.Withdrawal) -> str:
-    """Changes with the list that a person decides on."""
+    """A digest that changes with the list that a person decides on."""
     files = [path.relative_to(store.output).as_posix() for path in plan.files]
     return digest([plan.subject, [n.sha256 for n in plan.holders], [n.sha256 for n in plan.descendants], files])

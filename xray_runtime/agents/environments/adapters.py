@@ -22,7 +22,7 @@ from unittest import mock
 
 import jsonschema
 
-from xray_runtime.agents.environments.protocol import Environment, Start, Step
+from xray_runtime.methods.common.environment_protocol import Environment, Start, Step
 from xray_runtime.rewards.source import described
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

@@ -25,9 +25,9 @@ from urllib.parse import quote
 
 import httpx
 
-from xray_runtime.agents.environments.protocol import Environment, Start, Step
 from xray_runtime.kernel.bounded_http import PLAIN
 from xray_runtime.kernel.credentials import has_login, key_header, strip_credentials
+from xray_runtime.methods.common.environment_protocol import Environment, Start, Step
 from xray_runtime.rewards.remote import post
 from xray_runtime.rewards.source import described
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
-from xray_runtime.agents.environments.protocol import Start, Step
 from xray_runtime.agents.environments.supervisor import Supervisor
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 
 class EnvironmentPool:

@@ -6,43 +6,21 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import xray_runtime
 from xray_runtime.agents.environments import worker
+from xray_runtime.agents.worker_process import start_worker
 
 READ_BYTES = 2**20
 
 
 class WorkerProcess:
-    """A worker in its own session, so that its forked children can be killed with it; the arguments are those of
-    `EnvironmentPool`. Raises OSError if it cannot be started."""
+    """The arguments are those of `EnvironmentPool`. Raises OSError if it cannot be started."""
 
     def __init__(self, environment: str, memory_mb: int, log_path: Path | None) -> None:
-        root = str(Path(xray_runtime.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # The C library would make eight arenas a core, with 64 MB of address space each.
-        variables = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
-        theirs, self._held = os.pipe()
-        try:
-            with open(os.devnull if log_path is None else log_path, "ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", worker.__name__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    env=variables,
-                    start_new_session=True,
-                    pass_fds=[theirs],
-                )
-        except OSError:
-            os.close(self._held)
-            raise
-        finally:
-            os.close(theirs)
+        self._process, self._held, theirs = start_worker(worker.__name__, log_path)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()

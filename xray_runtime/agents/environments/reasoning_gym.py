@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.agents.environments.protocol import Environment, Step
+from xray_runtime.methods.common.environment_protocol import Environment, Step
 from xray_runtime.rewards.source import described
 
 COLUMN, OF_ALL = "item", ("task", "seed", "size", "config")

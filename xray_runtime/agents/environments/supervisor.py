@@ -27,8 +27,8 @@ from typing import Any
 from xray_runtime.agents.environments import worker
 from xray_runtime.agents.environments.episodes import EnvironmentFailure, Episode, Sent, fail
 from xray_runtime.agents.environments.process import WorkerProcess
-from xray_runtime.agents.environments.protocol import Start, Step
 from xray_runtime.kernel.cores import load
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ forked children end when its stdin or that pipe closes.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import inspect
 import json
@@ -30,12 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
-from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
-from xray_runtime.rewards.source import described
+from xray_runtime.agents.environments.answer_checks import as_start, as_step
+from xray_runtime.agents.worker_process import end_with, in_short, take_streams
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 OUTPUT_CHARS = 65_536
 """Limit of an answer: for the content of its messages, and for the rest of it as JSON."""
-ERROR_CHARS = 500
 OUT_OF_MEMORY = 86
 """Exit code after running out of memory; any episode may be the cause."""
 NO_THREAD = "can't start new thread"
@@ -108,13 +107,6 @@ class _Worker:
         return {"closed": True}
 
 
-def in_short(error: BaseException) -> str:
-    """An error in one line of at most `ERROR_CHARS`."""
-    line = " ".join(described(error).split())[:ERROR_CHARS]
-    # The ledger stores it as UTF-8.
-    return line.encode(errors="backslashreplace").decode()
-
-
 async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[], None] = lambda: None) -> Any:
     """Call `function`, on the event loop if it is async, else in a thread."""
     if inspect.iscoroutinefunction(function):
@@ -165,16 +157,6 @@ def _end() -> None:
     os._exit(1)
 
 
-def end_with(pipe: int) -> None:
-    """Have the kernel kill this process and its group when the other end of `pipe` closes.
-
-    A thread could not do so while user code holds the interpreter, as a regular expression may.
-    """
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
@@ -196,13 +178,8 @@ async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
 
 
 def main() -> None:
-    # Keep the environment's own output and input apart from the protocol.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    requests = os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    output, source = take_streams()
+    answers, requests = os.fdopen(output, "w", encoding="utf-8"), os.fdopen(source, "rb")
     lock = threading.Lock()
 
     def say(answer: dict[str, Any]) -> None:

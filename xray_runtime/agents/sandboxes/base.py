@@ -66,20 +66,15 @@ class Sandbox(Protocol):
 
     def start(self, box: Box) -> str:
         """Make a sandbox; returns its name. Raises OSError if that fails."""
-        ...
 
     def run(self, name: str, program: Program) -> Future[Ended]:
         """Run a program; it never raises."""
-        ...
 
     def stop(self, name: str) -> None:
         """End what runs, and remove the sandbox. Nothing happens if it is not there any more."""
-        ...
 
     def address(self, gateway: str) -> str:
         """The gateway's `http://host:port` as programs reach it."""
-        ...
 
     def close(self) -> None:
         """End everything."""
-        ...

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 USES: tuple[str, ...] = ()
@@ -23,12 +24,18 @@ def main() -> None:
     results = os.dup(1)
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")
-    result = getattr(importlib.import_module(module), name)(json.load(sys.stdin))
+    result = called(getattr(importlib.import_module(module), name), json.load(sys.stdin))
+    with os.fdopen(results, "w") as file:
+        print(result, file=file)
+
+
+def called(function: Callable[[dict[str, Any]], Any], task: dict[str, Any]) -> str:
+    """The result of an agent's function, which may be async, as JSON."""
+    result = function(task)
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     # numpy's and torch's numbers are no JSON; texts stay texts, to be refused.
-    with os.fdopen(results, "w") as file:
-        print(json.dumps(result, default=float), file=file)
+    return json.dumps(result, default=float)
 
 
 async def _awaited(result: Any) -> Any:

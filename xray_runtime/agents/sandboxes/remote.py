@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from xray_runtime.agents.sandboxes.base import Box, Ended, Program
+from xray_runtime.agents.worker_process import in_short
 from xray_runtime.kernel.bounded_http import PLAIN, parsed, read
 from xray_runtime.kernel.credentials import key_header
 
@@ -52,7 +53,7 @@ class RemoteSandbox:
             if not isinstance(name, str) or not name.isalnum():
                 raise ValueError(f"the id {name!r} is not letters and digits")
         except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
-            raise OSError(f"{self._url}: {_told(error)}") from error
+            raise OSError(f"{self._url}: {in_short(error)}") from error
         self._limits[name] = box.limits.timeout_s
         return name
 
@@ -70,7 +71,7 @@ class RemoteSandbox:
             with self._client.stream("DELETE", f"{self._url}/sandboxes/{name}") as answer:
                 answer.raise_for_status()
         except (httpx.HTTPError, RuntimeError) as error:
-            log.warning("%s: sandbox %s was not removed: %s", self._url, name, _told(error))
+            log.warning("%s: sandbox %s was not removed: %s", self._url, name, in_short(error))
 
     def address(self, gateway: str) -> str:
         return gateway
@@ -86,7 +87,7 @@ class RemoteSandbox:
             answer = self._ask(f"sandboxes/{name}/run", self._limits[name] + GRACE_S, asdict(program))
             return _ended(answer)
         except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
-            return Ended(infrastructure=f"{self._url}: {_told(error)}")
+            return Ended(infrastructure=f"{self._url}: {in_short(error)}")
 
     def _ask(self, path: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
         with self._client.stream("POST", f"{self._url}/{path}", json=body, timeout=timeout_s) as answer:
@@ -112,7 +113,3 @@ def _packed(directory: Path) -> bytes:
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
         archive.add(directory, ".")
     return content.getvalue()
-
-
-def _told(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

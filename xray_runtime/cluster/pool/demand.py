@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig, LayoutConfig
+from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.config.section import RuntimeConfig, sections
 from xray_runtime.kernel.config.validation import ConfigError
 
@@ -99,7 +100,7 @@ def total(demands: Sequence[Demand]) -> dict[str, float]:
 
 def call_demands(call: StageCall, device: str) -> list[Demand]:
     """The demands of a stage's models, which are all open at the same time."""
-    return [demand(name, role.layout, call.runtime, device) for name, role in call.kind.models(call.config).items()]
+    return [demand(name, role.layout, call.runtime, device) for name, role in models_of(call).items()]
 
 
 def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) -> None:

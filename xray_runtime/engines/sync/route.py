@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from xray_runtime.engines.capabilities import Transport, unsupported
+from xray_runtime.engines.capabilities import Transport
 from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.kernel.plugs import unsupported
 
 
 @dataclass(frozen=True)

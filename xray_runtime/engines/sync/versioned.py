@@ -151,7 +151,7 @@ class VersionedWeights:
 
     def _restore(self) -> None:
         self._whole = False
-        self._write(self._held(), self._kept_version)
+        self._write(self.held(), self._kept_version)
         self._whole, self._dropped, self.version = True, False, self._kept_version
 
     def _are_all(self, names: Collection[str]) -> bool:
@@ -163,10 +163,10 @@ class VersionedWeights:
             # Already verified, and locked against writers by the rank that did.
             yield from unpack(bucket, self._shared, check=False)
         if others:
-            yield from self._held(others)
+            yield from self.held(others)
 
-    def _held(self, names: set[str] | None = None) -> Tensors:
-        """The tensors held before an update (None: all of them)."""
+    def held(self, names: set[str] | None = None) -> Tensors:
+        """The tensors `names` (None: all) as they were before an update that is being loaded."""
         wanted = weight_files(self._directory).keys() if names is None else names
         yield from tensors(self._directory, wanted - self._arrived.keys())
         for bucket in {id(bucket): bucket for bucket in self._arrived.values()}.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -29,8 +29,43 @@ class Section(BaseModel):
         """Modules of the plugs that this section chooses: keys of stages digest their code."""
         return ()
 
+    @property
+    def called_functions(self) -> Sequence[str]:
+        """The functions that it calls: `module:function`, or names of functions that a graph passed directly."""
+        return ()
+
+    @property
+    def outside_fields(self) -> Mapping[str, str]:
+        """Fields that name files, directories or hub repositories → their values; see `StageKind.outside`."""
+        return {}
+
+    @property
+    def row_columns(self) -> Sequence[str] | None:
+        """Columns of the rows of a dataset that a stage with this config makes; None: they are not known before."""
+        return None
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        """Raises ValueError if the environment forbids what it runs, or a function takes what it cannot be given.
+
+        Args:
+            path: its dotted path in the stage's config.
+            functions: functions that the graph passed directly, by name.
+            columns: those of the stage's dataset; None: they are not known yet.
+        """
+
+    def resolved(self, device: str) -> Self:
+        """The section with the values that `auto` means on `device` ("cpu" or "cuda"), also in the sections in it."""
+        found = {name: _resolved(getattr(self, name), device) for name in type(self).model_fields}
+        return self.model_copy(update=found)
+
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if the config of a stage conflicts with `runtime`; the message begins with a field."""
+
+    def check_services(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError if a service that this section names does not answer; the message begins with a field.
+        Asked before a run computes anything."""
 
 
 def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
@@ -47,6 +82,16 @@ def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from sections(item, f"{below}{key}")
+
+
+def _resolved(value: Any, device: str) -> Any:
+    if isinstance(value, Section):
+        return value.resolved(device)
+    if isinstance(value, list):
+        return [_resolved(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(item, device) for key, item in value.items()}
+    return value
 
 
 class ValidationSchedule(Section):

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from xray_runtime.engines.layouts import PlugSection
+from xray_runtime.kernel.config.plug_section import PlugSection
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xray_runtime.kernel.arguments import FIELDS, Arguments
 from xray_runtime.kernel.config.validation import ConfigError, hint
-from xray_runtime.kernel.graph.artifacts import Artifact, RewardModel
+from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, RewardModel
 from xray_runtime.kernel.graph.handles import Handle, OpenGraph, RewardSource, Weighted, reward
 from xray_runtime.kernel.graph.kind import Role, StageKind
-from xray_runtime.methods.prepare.config import DataConfig
+from xray_runtime.kernel.plugs import REGISTRIES
+
+REWARDS = "xray.rewards"
+"""The kinds of reward; `rewards.term.Term` is their base."""
 
 
 class Binding:
@@ -25,6 +27,13 @@ class Binding:
         """Field → reward sources with their weights."""
         self.functions: dict[str, Callable[..., Any]] = {}
         """Functions that were passed as objects, by name."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Columns of the dataset among the inputs; None: they are not known before it is made."""
+        roles = (role.name for role in self._kind.roles.values() if issubclass(role.type, Dataset))
+        calls = (self.parents[name].call for name in roles if name in self.parents)
+        return next((call.config.row_columns for call in calls if call is not None), None)
 
     def bind(self, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Bind positional inputs, and those among `keywords`, which are removed from it."""
@@ -69,15 +78,16 @@ class Binding:
                 source = reward(source)
             models: list[Any] = [source]
             term: dict[str, Any] = {"weight": weight}
+            function = None
             if weighs and isinstance(source, RewardSource):
                 term = {**source.fields, "weight": weight * source.fields.get("weight", 1.0)}
                 given = source.source
                 models = given if isinstance(given, list) else [given] if isinstance(given, Handle) else []
                 if given is not None and not models:
-                    term["function"] = self.add_function(where, source)
+                    function = self.add_function(where, source)
             names = [self._role(role, f"{self._stage}.{where}", model) for model in models]
-            if names:
-                term |= {"model": names[0]} if len(names) == 1 else {"models": names}
+            if weighs and (function is not None or names):
+                term |= _field(function, names)
             terms.append(term)
         if weighs:
             self.terms[role.name] = terms
@@ -101,24 +111,11 @@ class Binding:
         return source.name
 
 
-def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Raise ValueError if a reward function, or the gold score, takes what it cannot be given."""
-    gold = getattr(config, "gold", None)
-    if gold is not None and gold in functions:
-        Arguments(functions[gold], f"gold {gold!r}", FIELDS).check(())
-    data = dataset_config(inputs)
-    for where in ("rewards", "judges"):
-        for number, term in enumerate(getattr(config, where, ())):
-            for name in (name for name in term.functions if name in functions):
-                arguments = Arguments(functions[name], f"{where}.{number}.{term.field} {name!r}")
-                arguments.check(None if data is None else data.columns)
-
-
-def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:
-    """The config of the dataset that supplies prompts; None if it is an existing checkpoint."""
-    handle = inputs.get("prompts", inputs.get("data"))
-    config = handle.call.config if handle is not None and handle.call is not None else None
-    return config if isinstance(config, DataConfig) else None
+def _field(function: str | None, models: Sequence[str]) -> Mapping[str, Any]:
+    """The field of the kind of reward that takes a function, or reward models in these roles."""
+    kinds = REGISTRIES[REWARDS]
+    found = (kinds.get(name).given(function, models) for name in kinds)
+    return next(field for field in found if field is not None)
 
 
 def article(type: type[Artifact]) -> str:

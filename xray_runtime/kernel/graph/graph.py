@@ -19,17 +19,14 @@ from pydantic import BaseModel
 
 from xray_runtime.kernel.config.allowed_imports import check_import
 from xray_runtime.kernel.config.paths import put
-from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.section import RuntimeConfig, sections
 from xray_runtime.kernel.config.validation import CombinationError, ConfigError, hint, validate_as
 from xray_runtime.kernel.graph.artifacts import Artifact
-from xray_runtime.kernel.graph.binding import Binding, article, check_functions
+from xray_runtime.kernel.graph.binding import Binding, article
 from xray_runtime.kernel.graph.current import CURRENT
 from xray_runtime.kernel.graph.handles import Handle, RewardSource, reward
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
 from xray_runtime.kernel.graph.kinds import shipped
-from xray_runtime.kernel.graph.roles import check_left_open
-from xray_runtime.methods.common.allowed_commands import check_agent, check_sandboxed
-from xray_runtime.methods.common.environment import AgentConfig
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Stage names are parts of file names."""
@@ -120,11 +117,9 @@ class Graph:
         for key, value in values.items():
             if callable(value):
                 values[key] = bound.add_function(key, reward(value))
-        environment: Any = values.get("environment")
-        for given in ("path", "agent") if isinstance(environment, Mapping) else ():
-            if callable(environment.get(given)):
-                function = bound.add_function("environment", reward(environment[given]))
-                values["environment"] = {**environment, given: function}
+            elif isinstance(value, Mapping):
+                named = {k: bound.add_function(key, reward(v)) for k, v in value.items() if callable(v)}
+                values[key] = {**value, **named}
         for path, value in self.fields.items():
             if path.startswith(f"{stage}."):
                 values = copy.deepcopy(values)
@@ -134,14 +129,11 @@ class Graph:
             config = kind.shorten(config)
         try:
             kind.check(config, bound.parents)
-            check_functions(config, bound.parents, bound.functions)
-            for function in kind.functions(config):
+            for path, part in sections(config):
+                part.check_call(path, bound.functions, bound.columns)
+            for function in kind.functions_of(config):
                 if function not in bound.functions:
                     check_import(function)
-            if isinstance(agent := getattr(config, "environment", None), AgentConfig):
-                check_agent(agent)
-                if agent.agent not in bound.functions:
-                    check_sandboxed(agent)
         except ValueError as error:
             raise CombinationError(f"{stage}: {error}") from None
         call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions, self.runtime)
@@ -198,7 +190,8 @@ class Graph:
             ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
         if self.runtime.parallel == "auto":
-            check_left_open(call.name, call.kind.models(call.config).values())
+            for role in call.kind.models(call.config).values():
+                role.check_left_open(call.name)
         return call
 
     def directory_of(self, handle: Handle) -> Path:

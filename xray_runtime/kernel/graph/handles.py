@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Artifact
-from xray_runtime.kernel.graph.roles import ModelRole
 
 FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -43,11 +42,18 @@ class OpenGraph(Protocol):
     def result_of(self, handle: Handle) -> Any: ...
 
 
+class PlannedModel(Protocol):
+    """One model of a stage (`engines.roles.ModelRole`) as the graph sees it."""
+
+    def check_left_open(self, stage: str) -> None:
+        """Raises ConfigError if the config of `stage` sets a layout that `runtime.parallel: auto` would choose."""
+
+
 class Kind(Protocol):
     """A stage kind (`kind.StageKind`) as the planner sees it."""
 
     @property
-    def models(self) -> Callable[[Any], Mapping[str, ModelRole]]: ...
+    def models(self) -> Callable[[Any], Mapping[str, PlannedModel]]: ...
 
     @property
     def base_model(self) -> Callable[[Any], BaseModel | str | None]: ...

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 
-from xray_runtime.kernel.config.section import Section
+from xray_runtime.kernel.config.section import Section, sections
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.kernel.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.kernel.graph.current import current_graph
-from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.graph.handles import Handle, PlannedModel
 from xray_runtime.kernel.graph.kind_help import KindAttribute, help_text, signature
-from xray_runtime.kernel.graph.roles import ModelRole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,8 +108,8 @@ class StageKind:
     output: type[Artifact]
     body: str | Body
     """A function, or `module:function` if its module has imports that a graph does not need."""
-    models: Callable[[Any], Mapping[str, ModelRole]] = lambda config: {}
-    """Name → model role; all are open at the same time. The planner knows nothing else about the stage."""
+    models: Callable[[Any], Mapping[str, PlannedModel]] = lambda config: {}
+    """Name → `engines.roles.ModelRole`; all are open at the same time. The planner knows nothing else of the stage."""
     base_model: Callable[[Any], Section | str | None] = lambda config: None
     """The external model that the stage outputs, as sizes or a name. None: the output has the shape of the trained
     model, or of the first input that is a model."""
@@ -120,7 +119,7 @@ class StageKind:
     """Fields that name files, directories or hub repositories → their values. The key digests their content, not their
     names. `model` is looked up among models, every other field among datasets."""
     functions: Callable[[Any], Sequence[str]] = lambda config: ()
-    """Import paths of the functions it calls: the key digests their source."""
+    """Import paths of further functions it calls, beside its sections': the key digests their source."""
     check: Callable[[Any, Mapping[str, Any]], None] = lambda config, inputs: None
     """Raises ValueError if config and inputs (role → handle) do not fit together."""
     shorten: Callable[[Any], Any] = lambda config: config
@@ -137,6 +136,17 @@ class StageKind:
     """For an evaluation: roles of the judged policy and, if any, of its opponent."""
     title: str = ""
     """Name of its output on the model card."""
+
+    def functions_of(self, config: Section) -> list[str]:
+        """All functions that a stage calls: those of `functions`, and of the sections of its config."""
+        return [*self.functions(config), *(name for _, part in sections(config) for name in part.called_functions)]
+
+    def outside_of(self, config: Section) -> dict[str, str]:
+        """All that a stage reads from outside: by `outside`, and by the sections of its config."""
+        found = dict(self.outside(config))
+        for path, part in sections(config):
+            found |= {f"{path}.{field}" if path else field: value for field, value in part.outside_fields.items()}
+        return found
 
     @property
     def sections(self) -> list[type[BaseModel]]:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from xray_runtime.engines.layouts import with_precision
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.section import RuntimeConfig, sections
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
+from xray_runtime.kernel.plugs import Registry
 from xray_runtime.kernel.store.code_digest import Code, code_reached, function_code
 from xray_runtime.kernel.store.content_digest import Outside, outside_digest
 from xray_runtime.kernel.store.digest_memory import DigestMemory
 from xray_runtime.kernel.store.identity import Identity
-from xray_runtime.models.family import FAMILIES
 
 OWN_PACKAGE = "xray_runtime"
-FAMILY = "xray_runtime.models.family"
+BY_CONTENT = {"xray_runtime.models.family": "FAMILIES"}
+"""Module → its registry of plugs, among which a model's own files choose, and no config."""
+USES: tuple[str, ...] = ()
+"""None of the modules imported by name here."""
 DECLARATIONS = (
     "xray_runtime.cluster.pool.demand",
     "xray_runtime.cluster.pool.machine",
     "xray_runtime.cluster.stage",
+    "xray_runtime.engines.roles",
     *(
         f"xray_runtime.kernel.graph.{name}"
-        for name in ("binding", "current", "graph", "handles", "kind", "kinds", "planning", "roles")
+        for name in ("binding", "current", "graph", "handles", "kind", "kinds", "planning")
     ),
     *(f"xray_runtime.methods.common.{name}" for name in ("checks", "findings", "inputs")),
     "xray_runtime.ops",
@@ -53,16 +57,17 @@ def identify(
     Raises:
         ValueError: a file, hub name or function cannot be read; one line.
     """
+    fields = kind.outside_of(config)
     outside = [
         outside_digest(value, memory, field=f"{name}.{field}", holds="model" if field == "model" else "dataset")
-        for field, value in kind.outside(config).items()
+        for field, value in fields.items()
     ]
-    values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
+    values: dict[str, Any] = config.resolved(runtime.device).model_dump(mode="json")
     chosen = list(sections(config))
     for path, part in chosen:
         for field in part.not_in_key:
             section(values, path).pop(field)
-    for field, found in zip(kind.outside(config), outside, strict=True):
+    for field, found in zip(fields, outside, strict=True):
         above, _, last = field.rpartition(".")
         section(values, above)[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
@@ -70,7 +75,7 @@ def identify(
     code = _code(kind.module, frozenset(module for _, part in chosen for module in part.plugs()))
     called = {
         function: function_code(functions.get(function, function), {OWN_PACKAGE}, declarations())
-        for function in kind.functions(config)
+        for function in kind.functions_of(config)
     }
     identity = Identity(
         stage=name,
@@ -104,7 +109,8 @@ def _code(module: str, plugs: frozenset[str]) -> Code:
         return code_reached(sorted(roots), followed, declarations())
 
     code = reached({module, *plugs})
-    if FAMILY not in code.modules:
-        return code
-    # A model's own files choose among the families, so each may compute.
-    return reached({module, *plugs, *(FAMILIES.module(name) for name in FAMILIES)})
+    # Each of these plugs may compute.
+    found = [getattr(importlib.import_module(m), name) for m, name in BY_CONTENT.items() if m in code.modules]
+    registries: list[Registry[object]] = found
+    chosen = {registry.module(name) for registry in registries for name in registry}
+    return reached({module, *plugs, *chosen}) if chosen else code

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.data.reasoning import split_reasoning
-
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
@@ -35,7 +33,7 @@ def _environment(folders: tuple[Path, ...]) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"code": _code, "number": _number, "parts": split_reasoning, "plain": _plain}
+    environment.filters |= {"code": _code, "number": _number, "plain": _plain}
     return environment
 
 

@@ -6,16 +6,27 @@ message begins another episode, whose prompt holds the last reply of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
 
-from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import Step
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.live.feedback.chat_model import ChatModel, PromptLimits
+from xray_runtime.methods.common.environment_protocol import Start, Step
+
+
+class Environments(Protocol):
+    """Episodes of an environment by number, such as an `EnvironmentPool`."""
+
+    def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> Future[Start]:
+        """Begin an episode."""
+
+    def step(self, episode: int, reply: str) -> Future[Step]:
+        """Answer a reply in it."""
 
 
 def play(
@@ -23,7 +34,7 @@ def play(
     limits: PromptLimits,
     messages: Messages,
     seed: int,
-    pool: EnvironmentPool | None = None,
+    pool: Environments | None = None,
     max_turns: int = 1,
 ) -> Iterator[str | Step]:
     """Replies in pieces as they come, and after each the answer of the environment in `pool`.

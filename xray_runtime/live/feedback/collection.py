@@ -5,7 +5,7 @@
     people.json      pseudonym → rows with it: whose withdrawal concerns this checkpoint
     stats.json       counts, and what could not be used, by reason
 
-Texts are plain in it, so it is made of sound segments alone, and only of people whose key is still there.
+Texts are plain in it, so it only uses sound segments, and only texts of people whose key still exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
-from xray_runtime.kernel.history.audit_check import read_log
+from xray_runtime.kernel.history.audit_check import CHECKS, Audited, read_log
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.recorded import ChainView, read_chain
 from xray_runtime.kernel.history.recorded_rows import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
@@ -35,7 +35,6 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.live.feedback.answers import parse_feedback
 from xray_runtime.live.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.live.withdrawal import refusal
-from xray_runtime.trust.audit.checks.recorded import check_recorded
 
 STAGE = "feedback"
 """Stage and kind of the checkpoint, which no run computes."""
@@ -64,9 +63,25 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
     """
     output = lineage.output
     verifier = evidence().verifier(output)
-    found = sorted(set(check_recorded(lineage, read_log(output, verifier)[0], verifier, hashing)))
-    if found:
-        raise ConfigError(f"--output: {found[0].subject}: {found[0].detail}; see `xray recorded`")
+    log, damages = read_log(output, verifier)
+    audited = Audited(
+        store=lineage,
+        log=log,
+        is_log_sound=not damages,
+        nodes=(),
+        changed=(),
+        verifier=verifier,
+        public_keys=(),
+        heads={},
+        whole=True,
+        hashing=hashing,
+        since_verified=False,
+    )
+    check = CHECKS.get("recorded").run
+    assert check is not None
+    findings = sorted(set(check(audited)))
+    if findings:
+        raise ConfigError(f"--output: {findings[0].subject}: {findings[0].detail}; see `xray recorded`")
     chain = ChainView()
     for line in read_chain(output):
         chain.add(line)
@@ -74,7 +89,7 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
 
 
 def collect(lineage: LineageStore, project: str, by: str, first: int, last: int) -> CheckpointRef:
-    """Publish the feedback in the segments `first` to `last`, unless this very dataset is there already.
+    """Publish the feedback in the segments `first` to `last`, unless this dataset exists already.
 
     Args:
         project: MLflow's experiment.
@@ -85,7 +100,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    # Replies of a model that must not be learned from must not be learned from either.
+    # Replies of a withdrawn model must not be trained on either.
     nodes = lineage.graph.nodes if view(lineage.output).state(Withdrawals) else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)

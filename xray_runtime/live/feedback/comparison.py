@@ -117,18 +117,18 @@ def plan_comparison(
     )
     fit: list[Messages] = []
     if kind != "typed":
-        found = of_dataset(store, list(models), setup) if path is None else _of_file(path)
-        fit = fitting(found, [a, b], setup.max_prompt_tokens)
+        prompts = of_dataset(store, list(models), setup) if path is None else _of_file(path)
+        fit = fitting(prompts, [a, b], setup.max_prompt_tokens)
         if not fit:
-            raise ConfigError(f"--prompts: all of the {len(found)} prompts are too long for the models")
+            raise ConfigError(f"--prompts: all of the {len(prompts)} prompts are too long for the models")
     return ReplyComparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
 
 
 def _dataset_of(store: LineageStore, models: tuple[Node, Node]) -> Node:
     """The dataset that the first of the models which has one was trained on."""
     datasets = [store.graph.nodes.get(model.manifest.dataset or "") for model in models]
-    for found in filter(None, datasets):
-        return found
+    for dataset in filter(None, datasets):
+        return dataset
     raise ConfigError(
         "--prompts: these models have no dataset among their inputs: must be a .jsonl file with a column "
         "`prompt`, or 'typed'"
@@ -149,9 +149,9 @@ def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Me
         seen = [prompts.of(node.sha256, "train") or TextSet() for node in known if node.is_data]
     examples = Pairs(store.graph.nodes[setup.source].directory / f"{setup.prompts}.arrow", Example)
     texts = ((prompt_text(e.prompt), e.prompt) for e in examples)
-    found = {text: prompt for text, prompt in texts if not any(text in trained for trained in seen)}
-    order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(found))
-    listed = list(found.values())
+    by_text = {text: prompt for text, prompt in texts if not any(text in trained for trained in seen)}
+    order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(by_text))
+    listed = list(by_text.values())
     return [listed[i] for i in order]
 
 
@@ -159,10 +159,10 @@ def _of_file(path: Path) -> list[Messages]:
     """The distinct prompts of a .jsonl file, in its order. Raises ConfigError where a row has no prompt."""
     try:
         _, records = read_records("--prompts", str(path), "train")
-        found = [prompt_of(where, record) for where, record in records]
+        prompts = [prompt_of(where, record) for where, record in records]
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return list({prompt_text(prompt): prompt for prompt in found}.values())
+    return list({prompt_text(prompt): prompt for prompt in prompts}.values())
 
 
 class ReplySampler:

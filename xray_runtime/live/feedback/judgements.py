@@ -18,7 +18,7 @@ from xray_runtime.kernel.seeding import derive_seed
 
 Model = Literal["a", "b"]
 Verdict = Literal["a", "b", "tie", "bad", "skip"]
-"""`bad`: neither will do; `skip`: no opinion."""
+"""`bad`: neither is acceptable; `skip`: no opinion."""
 
 KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 """Key that a person presses → its meaning."""
@@ -73,17 +73,19 @@ def pairs(questions: Iterable[Question], judgements: Iterable[Judgement], sessio
     """A preference pair for each verdict that prefers one reply, by question, then judge; a correction is preferred to
     both."""
     by_number = {question.number: question for question in questions}
-    found = []
+    preferences = []
     for (number, judge), judgement in sorted(latest_verdicts(judgements).items()):
         q, name = by_number[number], f"{session}-{number}-{judge}"
         if judgement.verdict in ("a", "b"):
             chosen, rejected = (q.a, q.b) if judgement.verdict == "a" else (q.b, q.a)
-            found.append(PreferenceExample(name, q.prompt, chosen, rejected))
+            preferences.append(PreferenceExample(name, q.prompt, chosen, rejected))
         if judgement.correction is not None:
             replies = {"a": q.a, "b": q.b}.items()
             better = [(side, reply) for side, reply in replies if reply != judgement.correction]
-            found += [PreferenceExample(f"{name}-{s}", q.prompt, judgement.correction, reply) for s, reply in better]
-    return found
+            preferences += [
+                PreferenceExample(f"{name}-{s}", q.prompt, judgement.correction, reply) for s, reply in better
+            ]
+    return preferences
 
 
 def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class PublishedDataset:
 
 
 def publish(lineage: LineageStore, project: str, by: str) -> PublishedDataset:
-    """Publish all judgements of the output directory, unless this very dataset is there already.
+    """Publish all judgements of the output directory, unless this dataset exists already.
 
     Args:
         project: MLflow's experiment.
@@ -63,19 +63,19 @@ def publish(lineage: LineageStore, project: str, by: str) -> PublishedDataset:
         session.log()
     parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
-    found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
+    preferences = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
     config = {
         "sessions": {s.name: s.setup.model_dump(mode="json") for s in sessions},
         "judgements": digest(verdicts),
-        "pairs": digest([pair._asdict() for pair in found]),
+        "pairs": digest([pair._asdict() for pair in preferences]),
     }
-    heldout = _held_out(lineage, parents, found)
-    stats = _stats(sessions, found)
+    heldout = _held_out(lineage, parents, preferences)
+    stats = _stats(sessions, preferences)
 
     def write(built: Path) -> None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in verdicts)
         (built / VERDICTS).write_text("".join(lines), encoding="utf-8")
-        write_pairs(built / JUDGED_PAIRS, PreferenceExample, found)
+        write_pairs(built / JUDGED_PAIRS, PreferenceExample, preferences)
         (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     ref, is_new = publish_dataset(lineage, project, by, JUDGEMENTS, Judgements, config, parents, write)
@@ -108,16 +108,16 @@ def _verdicts(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str, Any]:
-    stand = [j for session in sessions for j in latest_verdicts(session.judgements).values()]
+def _stats(sessions: list[Session], preferences: list[PreferenceExample]) -> dict[str, Any]:
+    verdicts = [j for session in sessions for j in latest_verdicts(session.judgements).values()]
     kinds = {"tie": "ties", "bad": "both_bad", "skip": "skipped"}
-    counts = {name: sum(j.verdict == kind for j in stand) for kind, name in kinds.items()}
-    people = {judge: sum(j.judge == judge for j in stand) for judge in sorted({j.judge for j in stand})}
-    return {"pairs": len(found), "judgements": len(stand), **counts, "judges": people}
+    counts = {name: sum(j.verdict == kind for j in verdicts) for kind, name in kinds.items()}
+    people = {judge: sum(j.judge == judge for j in verdicts) for judge in sorted({j.judge for j in verdicts})}
+    return {"pairs": len(preferences), "judgements": len(verdicts), **counts, "judges": people}
 
 
-def _held_out(store: LineageStore, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
+def _held_out(store: LineageStore, parents: dict[str, Node], preferences: list[PreferenceExample]) -> int:
     prompts = DatasetPrompts(store.graph)
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
     heldout = [prompts.of(node.sha256, "heldout") or TextSet() for node in datasets]
-    return sum(any(prompt_text(pair.prompt) in texts for texts in heldout) for pair in found)
+    return sum(any(prompt_text(pair.prompt) in texts for texts in heldout) for pair in preferences)

@@ -73,13 +73,13 @@ def recorded_questions(output: Path, judge: str) -> list[RecordedQuestion]:
             prompt, text = prompt_of(row["texts"]), answer_of(row["texts"])
             if prompt and text:
                 by_prompt.setdefault(prompt, []).append(RecordedAnswer(row["id"], row["model"], text, row["user"]))
-    found = []
+    questions = []
     for prompt, answers in by_prompt.items():
         for pair in _pairs(answers):
             if not any(answer.id in judged for answer in pair):
                 coin = random.Random(derive_seed(0, "recorded", judge, *sorted(a.id for a in pair)))
-                found.append(RecordedQuestion(prompt, tuple(coin.sample(pair, len(pair)))))
-    return found
+                questions.append(RecordedQuestion(prompt, tuple(coin.sample(pair, len(pair)))))
+    return questions
 
 
 def _pairs(answers: Sequence[RecordedAnswer]) -> list[list[RecordedAnswer]]:
@@ -120,20 +120,20 @@ def signals_of(
     if key not in question.keys:
         raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(question.keys)}")
     first, last = question.answers[0], question.answers[-1]
-    found: dict[RecordedAnswer, dict[str, Any]] = {}
+    signals: dict[RecordedAnswer, dict[str, Any]] = {}
     if first is last:
-        found[first] = {"thumb": "up" if key == "1" else "down"}
+        signals[first] = {"thumb": "up" if key == "1" else "down"}
     elif key in ("1", "2"):
         won, lost = (first, last) if key == "1" else (last, first)
-        found = {lost: {"better": won.text}}
+        signals = {lost: {"better": won.text}}
     elif key == "b":
-        found = {answer: {"thumb": "down"} for answer in question.answers}
+        signals = {answer: {"thumb": "down"} for answer in question.answers}
     else:
-        found = {first: {"text": f"a tie with {last.id}"}}
+        signals = {first: {"text": f"a tie with {last.id}"}}
     if correction:
         for answer in question.answers:
-            found[answer] = found.get(answer, {}) | {"correction": correction}
-    return list(found.items())
+            signals[answer] = signals.get(answer, {}) | {"correction": correction}
+    return list(signals.items())
 
 
 def keep_feedback(

@@ -42,7 +42,7 @@ class Exchange:
 def texts_of(exchange: Exchange) -> dict[str, Any]:
     """`{"request": …, "answer": …}`: the request as it came; choices or output of the answer, and its `usage`.
 
-    A streamed answer is put together: it is what would have come whole. Raises ValueError if either is not JSON.
+    A streamed answer is assembled as if it had not been streamed. Raises ValueError if either is not JSON.
     """
     request = json.loads(exchange.request)
     if not isinstance(request, dict):
@@ -77,16 +77,16 @@ def _responses(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _choices(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choices of a chat or a completion, from its chunks."""
-    found: dict[int, dict[str, Any]] = {}
+    choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for part in event.get("choices", ()):
-            choice = found.setdefault(part["index"], {"index": part["index"], "finish_reason": None})
+            choice = choices.setdefault(part["index"], {"index": part["index"], "finish_reason": None})
             choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
             if "text" in part:
                 choice["text"] = choice.get("text", "") + part["text"]
             if "delta" in part:
                 _extend(choice.setdefault("message", {"role": "assistant", "content": None}), part["delta"])
-    return [found[index] for index in sorted(found)]
+    return [choices[index] for index in sorted(choices)]
 
 
 def _extend(message: dict[str, Any], delta: dict[str, Any]) -> None:

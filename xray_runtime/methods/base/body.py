@@ -16,7 +16,7 @@ from xray_runtime.models.trial import OtherModelError, check_computed
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import NoInputs, Recorder
-    from xray_runtime.models.config import HubBase
+    from xray_runtime.methods.base.config import HubBase
 
 LEFT_OUT = "left_out.json"
 """Tensors of the model's files that it does not need, and tokens of its tokenizer that no text has."""

@@ -13,10 +13,11 @@ from xray_runtime.cluster.health import WorkhorseError
 from xray_runtime.cluster.pool.acquisition import BusyClusterError
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import ReplyBatch
-from xray_runtime.engines.layouts import GENERATORS, able
+from xray_runtime.engines.layouts import GENERATORS
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
+from xray_runtime.kernel.plugs import able
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.models.causal_lm import load_model, max_positions
@@ -26,7 +27,7 @@ from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import NoInputs
-    from xray_runtime.models.config import HubBase
+    from xray_runtime.methods.base.config import HubBase
 
 NEW_TOKENS = 8
 MAX_LENGTH = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.kernel.graph.kind import NoInputs, StageKind, register
+from xray_runtime.methods.base.config import HubBase
 from xray_runtime.methods.common.findings import base_findings
-from xray_runtime.models.config import HubBase
 
 
 def _base_reads(config: HubBase) -> dict[str, str]:

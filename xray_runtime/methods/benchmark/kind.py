@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.graph.artifacts import Benchmark
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
 from xray_runtime.methods.benchmark.config import (
     BenchmarkConfig,
     EnvironmentSuite,
@@ -15,7 +15,7 @@ from xray_runtime.methods.benchmark.config import (
     PerplexitySuite,
     WordsSuite,
 )
-from xray_runtime.methods.common.checks import FEW_PROMPTS, agent_reads, called_functions
+from xray_runtime.methods.common.checks import FEW_PROMPTS
 from xray_runtime.methods.common.inputs import BenchmarkInputs
 from xray_runtime.methods.prepare.config import DataConfig
 
@@ -31,7 +31,7 @@ def _benchmark_models(config: Any) -> dict[str, ModelRole]:
 
 def _benchmark_reads(config: Any) -> dict[str, str]:
     lists = config.lists if isinstance(config, WordsSuite) else {}
-    return agent_reads(config) | {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
+    return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
 
 
 def _fewer_rows(config: Any) -> Any:
@@ -63,7 +63,6 @@ BENCHMARK = register(
         "xray_runtime.methods.benchmark.body:run",
         models=_benchmark_models,
         outside=_benchmark_reads,
-        functions=called_functions,
         check=check_benchmark,
         shorten=_fewer_rows,
         results="benchmark.json",

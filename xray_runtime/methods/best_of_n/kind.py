@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
-from xray_runtime.methods.common.checks import agent_reads, called_functions, check_rewards, fewer_prompts, num_samples
+from xray_runtime.methods.common.checks import check_rewards, fewer_prompts, num_samples
 from xray_runtime.methods.common.inputs import BestOfNInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
 
@@ -25,8 +25,6 @@ BEST_OF_N = register(
         Dataset,
         "xray_runtime.methods.best_of_n.body:run",
         models=best_of_n_models,
-        outside=agent_reads,
-        functions=called_functions,
         check=check_rewards,
         shorten=fewer_prompts,
         results="stats.json",

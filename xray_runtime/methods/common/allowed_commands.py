@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-
-from xray_runtime.kernel.config.allowed_imports import check_import
-from xray_runtime.methods.common.environment import AgentConfig
 
 COMMANDS = "XRAY_ALLOWED_COMMANDS"
 """Commands as one would type them, separated by commas; in each, * stands for anything and ? for any character."""
@@ -16,29 +13,20 @@ PATHS = "XRAY_ALLOWED_PATHS"
 """Directories, separated as in PATH: `/home/me/agent` allows only that directory, `/home/me/*` also all below it."""
 
 
-def check_agent(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what is not allowed in `command`, `directory` and `venv`: a config may come from a stranger.
-
-    Raises:
-        ValueError: one line that says how to allow it.
-    """
-    if config.command is not None:
-        text = shlex.join(config.command)
-        entries = _entries(COMMANDS, ",", environment)
-        if not any(text == entry or fnmatchcase(text, entry) for entry in entries):
-            # A comma would end the entry.
-            _refuse("command", text, COMMANDS, ",", entries, text.replace(",", "?"))
-    for name in ("directory", "venv"):
-        path: str | None = getattr(config, name)
-        entries = _entries(PATHS, os.pathsep, environment)
-        if path is not None and not any(_is_in(path, entry) for entry in entries):
-            _refuse(name, path, PATHS, os.pathsep, entries, os.path.realpath(path))
+def check_command(command: Sequence[str], field: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a command that is not allowed: a config may come from a stranger. Raises ValueError."""
+    text = shlex.join(command)
+    entries = _entries(COMMANDS, ",", environment)
+    if not any(text == entry or fnmatchcase(text, entry) for entry in entries):
+        # A comma would end the entry.
+        _refuse(field, text, COMMANDS, ",", entries, text.replace(",", "?"))
 
 
-def check_sandboxed(config: AgentConfig) -> None:
-    """Refuse a function for a sandbox whose module XRAY_ALLOWED_IMPORTS does not name. Raises ValueError."""
-    if config.agent is not None and config.is_sandboxed:
-        check_import(config.agent)
+def check_path(path: str, field: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a directory that is not allowed. Raises ValueError: one line that says how to allow it."""
+    entries = _entries(PATHS, os.pathsep, environment)
+    if not any(_is_in(path, entry) for entry in entries):
+        _refuse(field, path, PATHS, os.pathsep, entries, os.path.realpath(path))
 
 
 def _entries(variable: str, separator: str, environment: Mapping[str, str]) -> list[str]:
@@ -54,6 +42,6 @@ def _is_in(path: str, entry: str) -> bool:
 def _refuse(field: str, value: str, variable: str, separator: str, entries: list[str], entry: str) -> None:
     setting = shlex.quote(separator.join([*entries, entry]))
     raise ValueError(
-        f"environment.{field} = {value!r} is not allowed: {variable} in the environment allows "
+        f"{field} = {value!r} is not allowed: {variable} in the environment allows "
         f"{separator.join(entries) or 'nothing'}; to allow it: {variable}={setting}"
     )

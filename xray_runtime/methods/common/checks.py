@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xray_runtime.kernel.config.sources import BUILT_IN_GOLD
-from xray_runtime.kernel.graph.binding import dataset_config
 from xray_runtime.methods.best_of_n.config import GroupsConfig
 from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.methods.evaluate.config import EvaluationConfig
@@ -25,24 +23,11 @@ ALL_PROMPTS = 1024
 """Number of prompts to plan for if a stage uses all prompts of a dataset."""
 
 
-def gold_functions(config: Any) -> list[str]:
-    return [config.gold] if getattr(config, "gold", None) not in (None, BUILT_IN_GOLD) else []
-
-
-def called_functions(config: Any) -> list[str]:
-    terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
-    environment = getattr(config, "environment", None)
-    # An environment's class, or an agent's function, unless only a sandbox imports it.
-    is_ours = not getattr(environment, "is_sandboxed", False)
-    names = [getattr(environment, name, None) for name in ("path", "agent") if is_ours]
-    names += [name for term in terms for name in term.functions]
-    return gold_functions(config) + [name for name in names if name is not None]
-
-
-def agent_reads(config: Any) -> dict[str, str]:
-    """The directory of an agent in a sandbox."""
-    directory = getattr(getattr(config, "environment", None), "directory", None)
-    return {} if directory is None else {"environment.directory": directory}
+def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:
+    """The config of the dataset that supplies prompts; None if it is an existing checkpoint."""
+    handle = inputs.get("prompts", inputs.get("data"))
+    config = handle.call.config if handle is not None and handle.call is not None else None
+    return config if isinstance(config, DataConfig) else None
 
 
 def num_samples(config: GroupsConfig) -> int:
@@ -77,7 +62,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
     is_agent = isinstance(getattr(config, "environment", None), AgentConfig)
     replies = groups if where == "rewards" else 1
-    for number, term in enumerate(getattr(config, where)):
+    for number, term in enumerate(config.terms[where]):
         if term.compares and replies < 2:
             raise ValueError(
                 f"{where}.{number}.{term.field}: is not allowed with one reply per prompt: it compares several replies "

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from xray_runtime.kernel.config.allowed_imports import check_import
 from xray_runtime.kernel.config.section import Count, Positive, Section
 from xray_runtime.kernel.config.sources import Source
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.methods.common.allowed_commands import check_command, check_path
+
+EPISODE_SOURCES: Registry[object] = Registry(
+    "environment", "xray_runtime.agents.sources", "SOURCE", "xray.episode_sources"
+)
+"""Kind of environment → its `sampling.episode_source.EpisodeSource`."""
 
 
 def _importable(path: str) -> str:
@@ -21,8 +29,18 @@ def _importable(path: str) -> str:
     return path
 
 
-class EnvironmentConfig(Section):
+class _Played(Section):
+    source: ClassVar[str]
+    """What plays its episodes, in `EPISODE_SOURCES`."""
+
+    def plugs(self) -> tuple[str, ...]:
+        return (EPISODE_SOURCES.module(self.source),)
+
+
+class EnvironmentConfig(_Played):
     """An environment that answers the policy turn by turn; `max_new_tokens` then limits one turn."""
+
+    source = "environment"
 
     path: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)]
     """`module:name` of a class, or of a function without arguments, that makes the environment of one episode. Its
@@ -42,10 +60,16 @@ class EnvironmentConfig(Section):
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
 
+    @property
+    def called_functions(self) -> Sequence[str]:
+        return (self.path,)
 
-class AgentConfig(Section):
+
+class AgentConfig(_Played):
     """An agent that calls the policy at an address, as it would call OpenAI or Anthropic (`docs/agents.md`);
     `max_new_tokens` limits one reply. Exactly one of `agent`, `command` and `url` is set."""
+
+    source = "agent"
 
     agent: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)] | None = None
     """`module:function`, called with a task in a process of its own; it returns the reward. Its module must be in
@@ -106,6 +130,31 @@ class AgentConfig(Section):
         if self.sandbox is not None and self.venv is not None:
             raise ValueError(f"venv = {self.venv!r} must be left out with sandbox: the service has its own programs")
         return self
+
+    @property
+    def called_functions(self) -> Sequence[str]:
+        # A sandbox imports its function, and X-ray does not.
+        return () if self.agent is None or self.is_sandboxed else (self.agent,)
+
+    @property
+    def outside_fields(self) -> Mapping[str, str]:
+        return {} if self.directory is None else {"directory": self.directory}
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        self.check_allowed(path)
+        if self.agent is not None and self.is_sandboxed and self.agent not in functions:
+            check_import(self.agent)
+
+    def check_allowed(self, path: str = "environment") -> None:
+        """Raises ValueError if the environment does not allow `command`, `directory` or `venv`."""
+        if self.command is not None:
+            check_command(self.command, f"{path}.command")
+        if self.directory is not None:
+            check_path(self.directory, f"{path}.directory")
+        if self.venv is not None:
+            check_path(self.venv, f"{path}.venv")
 
     @property
     def is_sandboxed(self) -> bool:

@@ -7,43 +7,83 @@ reference's, before training. A `PairBatch` has no `ref_chosen` and `ref_rejecte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.preference_losses import implicit_rewards, kto_losses, pair_losses
 from xray_runtime.algorithms.statistics import wins
-from xray_runtime.data.batch import LabelledBatch, PairBatch, Scores
+from xray_runtime.data.batch import LabelledBatch, PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Tensors, Texts, by_row, last_hidden, response_logprobs, sequences
+from xray_runtime.models.objectives import (
+    Component,
+    Forward,
+    Objective,
+    Terms,
+    Texts,
+    by_row,
+    response_logprobs,
+    sequences,
+)
 
 if TYPE_CHECKING:
     from xray_runtime.methods.dpo.config import DPOConfig
     from xray_runtime.methods.kto.config import KTOConfig
 
+R = TypeVar("R", bound=TextBatch[Tensor])
 
-@dataclass(frozen=True)
-class DPOObjective:
-    """Pairs of replies to one prompt; `loss` needs `pairs` in `totals`."""
 
-    config: DPOConfig
+class ReplyForward(Forward[R]):
+    """Replies as a whole; of pairs all chosen ones first."""
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """Log-probability of each reply [B']."""
+        texts = sequences(self.rows)
+        logprobs, _ = response_logprobs(self.module, self.hidden, texts, 1.0)
+        return torch.stack([reply.sum() for reply in by_row(logprobs, texts)])
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Of each reply [B']."""
+        texts = sequences(self.rows)
+        return texts.input_ids.lengths - texts.prompt_lengths
+
+
+class ReplyObjective(Objective[ReplyForward[Any]]):
+    """Forward pass and scores of both objectives."""
+
+    def forward(self, module: HeadedLM, rows: Any) -> ReplyForward[Any]:
+        return ReplyForward(module, rows)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
-        return Scores(reply_logprobs=_reply_logprobs(module, rows)[0])
+        return Scores(reply_logprobs=self.forward(module, rows).logprobs)
 
-    def loss(self, module: HeadedLM, rows: PairBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        logprobs, num_tokens = _reply_logprobs(module, rows)
+
+@dataclass(frozen=True)
+class PairPreference(Component[ReplyForward[PairBatch[Tensor]]]):
+    """The loss of each pair of replies to one prompt."""
+
+    config: DPOConfig
+    logged = "loss"
+
+    def count(self, totals: StepTotals) -> float:
+        return totals.rows
+
+    def terms(self, forward: ReplyForward[PairBatch[Tensor]], totals: StepTotals) -> Terms:
+        rows, logprobs = forward.rows, forward.logprobs
         reference = torch.cat([rows.ref_chosen, rows.ref_rejected]) if "ref_chosen" in rows else None
-        losses, stats = self.of_pairs(logprobs, reference, num_tokens)
+        losses, stats = self.of_pairs(logprobs, reference, forward.num_tokens)
         of_chosen, of_rejected = logprobs.detach().chunk(2)
         stats |= {"chosen_logprobs": of_chosen, "rejected_logprobs": of_rejected}
-        return losses.sum() / totals["pairs"], {name: values.sum() for name, values in stats.items()}
+        return Terms(losses, sums={name: values.sum() for name, values in stats.items()})
 
     def of_pairs(
         self, logprobs: Tensor, reference: Tensor | None, num_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the loss of each pair [P]; `loss`, `correct` and `margin` of each, detached).
+        """(the loss of each pair [P]; `correct` and `margin` of each, detached).
 
         Args:
             logprobs, reference: of whole replies [2P], all chosen ones first.
@@ -54,30 +94,38 @@ class DPOObjective:
         smoothing, gamma = config.label_smoothing, config.gamma
         losses = pair_losses(chosen, rejected, config.loss, beta=config.beta, label_smoothing=smoothing, gamma=gamma)
         with torch.no_grad():
-            stats = {"loss": losses.detach(), "correct": wins(chosen, rejected), "margin": chosen - rejected}
-        return losses, stats
+            return losses, {"correct": wins(chosen, rejected), "margin": chosen - rejected}
 
 
 @dataclass(frozen=True)
-class KTOObjective:
-    """Single replies; `loss` needs `rows` and `baseline`, z of the whole step, in `totals`."""
+class DPOObjective(ReplyObjective):
+    """Pairs of replies to one prompt."""
+
+    config: DPOConfig
+
+    def components(self, module: HeadedLM) -> tuple[PairPreference]:
+        return (PairPreference(self.config),)
+
+
+@dataclass(frozen=True)
+class Desirability(Component[ReplyForward[LabelledBatch[Tensor]]]):
+    """The loss of each labelled reply; z is of the whole step, the totals' `baseline`."""
 
     config: KTOConfig
+    logged = "loss"
 
-    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
-        return Scores(reply_logprobs=_reply_logprobs(module, rows)[0])
+    def count(self, totals: StepTotals) -> float:
+        return totals.rows
 
-    def loss(self, module: HeadedLM, rows: LabelledBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        desirable = rows.desirable
-        ratios = _reply_logprobs(module, rows)[0] - rows.ref_reply_logprobs
-        loss = self.of_replies(ratios, desirable, totals["baseline"]).sum()
+    def terms(self, forward: ReplyForward[LabelledBatch[Tensor]], totals: StepTotals) -> Terms:
+        desirable = forward.rows.desirable
+        ratios = forward.logprobs - forward.rows.ref_reply_logprobs
         rewards = self.config.beta * ratios.detach()
-        stats = {
-            "loss": loss.detach(),
+        sums = {
             "desirable_rewards": (rewards * desirable).sum(),
             "undesirable_rewards": (rewards * ~desirable).sum(),
         }
-        return loss / totals["rows"], stats
+        return Terms(self.of_replies(ratios, desirable, totals.baseline), sums=sums)
 
     def of_replies(self, log_ratios: Tensor, desirable: Tensor, baseline: float) -> Tensor:
         """The loss of each reply [B], of `kto_losses`."""
@@ -91,9 +139,11 @@ class KTOObjective:
         )
 
 
-def _reply_logprobs(module: HeadedLM, rows: Texts) -> tuple[Tensor, Tensor]:
-    """(log-probability, number of tokens) of each reply [B'], of a pair's rows all chosen ones first."""
-    texts = sequences(rows)
-    logprobs, _ = response_logprobs(module, last_hidden(module, rows), texts, 1.0)
-    sums = torch.stack([reply.sum() for reply in by_row(logprobs, texts)])
-    return sums, texts.input_ids.lengths - texts.prompt_lengths
+@dataclass(frozen=True)
+class KTOObjective(ReplyObjective):
+    """Single replies."""
+
+    config: KTOConfig
+
+    def components(self, module: HeadedLM) -> tuple[Desirability]:
+        return (Desirability(self.config),)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.graph.artifacts import Comparison
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole
-from xray_runtime.methods.common.checks import called_functions, check_evaluation
+from xray_runtime.methods.common.checks import check_evaluation
 from xray_runtime.methods.common.inputs import CompareInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
 from xray_runtime.methods.evaluate.config import EvaluationConfig
@@ -26,7 +26,6 @@ COMPARE = register(
         Comparison,
         "xray_runtime.methods.compare.body:run",
         models=compare_models,
-        functions=called_functions,
         check=check_evaluation,
         headline={"win_rate": "win rate"},
         results="comparison.json",

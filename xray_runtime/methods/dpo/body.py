@@ -5,29 +5,27 @@ The reference scores all replies once, before the first step (`reference_logprob
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.replies import Replies, both_sides
-from xray_runtime.data.tokens import Tokens
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.preference_objectives import DPOObjective
+from xray_runtime.methods.common.preference_objectives import DPOObjective, PairPreference
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import DPOSums, StepTotals, read_step
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.common.training.steps import DPOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -57,65 +55,64 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
     used = trained[cursor.ahead(steps * config.batch_size)]
-    states = TrunkStates(stage, stage.inputs.policy.path, dataset, train, used, recorder)
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
-        states.compute(policy)
-        skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
-        for step in range(state.restore(), steps):
-            index = trained[cursor.take(config.batch_size)]
-            lr = learning_rate(config, step, steps)
-            rows = _batch(train, index, known).with_columns(**states.columns(index))
-            totals = StepTotals(pairs=config.batch_size)
-            result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
-            skipped.check_step(stage, "policy", step, result)
-            metrics = {
-                "dpo/loss": result.sums.loss / config.batch_size,
-                "dpo/accuracy": result.sums.correct / config.batch_size,
-                "dpo/margin": result.sums.margin / config.batch_size,
-                "dpo/chosen_logprobs": result.sums.chosen_logprobs / config.batch_size,
-                "dpo/rejected_logprobs": result.sums.rejected_logprobs / config.batch_size,
-                "dpo/grad_norm": result.grad_norm,
-                "dpo/lr": lr,
-                "speed/computed_tokens": result.computed_tokens,
-            }
-            if step + 1 == steps or step % max(steps // 8, 1) == 0:
-                pairs = np.arange(parts[HELDOUT].size // 2)
-                found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
-                metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
-            if validation is not None and validation.is_due(step + 1, steps):
-                found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
-                metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
-                best.update(models, step + 1, -found["loss"])
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
-            state.step_done(step + 1, steps)
-        if validation is not None:
-            return best.save(models, out, steps, {"pairs": len(chosen_by)})
-        get(policy.save.remote(out))
-    return steps
+        rows = training_rows(stage, policy, stage.inputs.policy.path, dataset, train, used, recorder)
+        method, models = _DPO(config, policy, rows, parts, known or {}, trained, chosen_by), {"policy": policy}
+        training_loop(stage, recorder, method, models, cursor, steps, best)
+        return best.save(models, out, steps, {"pairs": len(chosen_by)})
 
 
-def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None) -> TextBatch:
-    """Rows of whole pairs, so that both replies are in one micro-batch."""
-    rows = pairs.take(index)
-    if known is None:
-        return rows
-    return rows.with_columns(ref_chosen=known[TRAIN][2 * index], ref_rejected=known[TRAIN][2 * index + 1])
+@dataclass(frozen=True)
+class _DPO(Method[DPOSums]):
+    """Preference pairs, for `training_loop`."""
 
+    config: DPOConfig
+    policy: ModelHandle
+    rows: TrainingRows
+    parts: Mapping[str, Replies]
+    known: Mapping[str, np.ndarray]
+    """Part → log-probability of each of its replies under the reference; empty without one."""
+    trained: np.ndarray
+    """Numbers of the pairs to train on."""
+    chosen_by: np.ndarray
+    """Numbers of the pairs that `validation` leaves out."""
+    name = "dpo"
+    sums = DPOSums
 
-def _without_training(
-    policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
-) -> dict[str, float]:
-    """Current loss, accuracy and margin of some pairs; replies 2i and 2i + 1 belong to pair i, `reference` is the
-    log-probability of each reply."""
-    # All chosen replies, then all rejected ones.
-    numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
-    rows = replies.take(numbers)
-    logprobs = torch.tensor(get(policy.score.remote(rows)).reply_logprobs).double()
-    ref_logprobs = torch.tensor(reference[numbers]).double() if reference is not None else None
-    num_tokens = torch.from_numpy(rows.input_ids.lengths - rows.prompt_lengths)
-    _, stats = objective.of_pairs(logprobs, ref_logprobs, num_tokens)
-    names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
-    return {shown: float(stats[name].mean()) for name, shown in names.items()}
+    def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
+        """Rows of whole pairs, so that both replies are in one micro-batch."""
+        pairs = self.trained[index]
+        rows = self.rows.take(pairs)
+        if self.known:
+            reference = self.known[TRAIN]
+            rows = rows.with_columns(ref_chosen=reference[2 * pairs], ref_rejected=reference[2 * pairs + 1])
+        return rows, StepTotals.of(rows)
+
+    def metrics(self, step: Trained[DPOSums]) -> dict[str, float]:
+        sums = {"accuracy" if name == "correct" else name: value for name, value in asdict(step.result.sums).items()}
+        means = {f"dpo/{name}": value / step.totals.rows for name, value in sums.items()}
+        return means | {"speed/computed_tokens": step.result.computed_tokens}
+
+    def heldout(self) -> dict[str, float]:
+        found = self._without_training(HELDOUT, np.arange(self.parts[HELDOUT].size // 2))
+        return {f"dpo/heldout_{name}": value for name, value in found.items()}
+
+    def validate(self) -> tuple[dict[str, float], float]:
+        found = self._without_training(TRAIN, self.chosen_by)
+        return {f"dpo/validation_{name}": value for name, value in found.items()}, -found["loss"]
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        return f"accuracy {metrics['dpo/accuracy']:.2f}"
+
+    def _without_training(self, part: str, pairs: np.ndarray) -> dict[str, float]:
+        """Current loss, accuracy and margin of some pairs; replies 2i and 2i + 1 belong to pair i."""
+        # All chosen replies, then all rejected ones.
+        numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
+        rows = self.parts[part].take(numbers)
+        logprobs = torch.tensor(get(self.policy.score.remote(rows)).reply_logprobs).double()
+        ref_logprobs = torch.tensor(self.known[part][numbers]).double() if self.known else None
+        num_tokens = torch.from_numpy(rows.input_ids.lengths - rows.prompt_lengths)
+        losses, stats = PairPreference(self.config).of_pairs(logprobs, ref_logprobs, num_tokens)
+        means = {"loss": losses, "accuracy": stats["correct"], "margin": stats["margin"]}
+        return {name: float(values.mean()) for name, values in means.items()}

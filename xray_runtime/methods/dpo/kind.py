@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, trained
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, trained
 from xray_runtime.methods.common.findings import pairs_findings
 from xray_runtime.methods.common.inputs import DPOInputs
 from xray_runtime.methods.dpo.config import DPOConfig

@@ -10,7 +10,7 @@ from xray_runtime.engines.sampling_config import SamplingConfig
 from xray_runtime.kernel.config.section import Fraction, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.methods.common.environment import AnyEnvironment, check_turns
 from xray_runtime.rewards.config import ExternalReward, JudgingConfig, RewardTerm
-from xray_runtime.rewards.term import source_names
+from xray_runtime.rewards.term import Term, source_names
 
 
 class EvaluateConfig(SamplingConfig):
@@ -62,6 +62,10 @@ class EvaluationConfig(EvaluateConfig, JudgingConfig):
     judges: list[RewardTerm] = Field(default_factory=list)
     """Judges besides `gold`, each independent. A source that the policy was trained against cannot be a judge. The sign
     of the weight says which direction is better; with weight 0 the source is reported but decides no wins."""
+
+    @property
+    def terms(self) -> dict[str, list[Term]]:
+        return {"rewards": self.rewards, "judges": self.judges}
 
     @property
     def judging(self) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, frozen
 from xray_runtime.kernel.graph.artifacts import Evaluation
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen
-from xray_runtime.methods.common.checks import agent_reads, called_functions, check_evaluation, fewer_prompts
+from xray_runtime.methods.common.checks import check_evaluation, fewer_prompts
 from xray_runtime.methods.common.findings import evaluation_findings
 from xray_runtime.methods.common.inputs import EvaluateInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
@@ -29,8 +29,6 @@ EVALUATE = register(
         Evaluation,
         "xray_runtime.methods.evaluate.body:run",
         models=evaluate_models,
-        outside=agent_reads,
-        functions=called_functions,
         check=check_evaluation,
         shorten=fewer_prompts,
         headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},

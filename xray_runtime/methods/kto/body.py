@@ -12,7 +12,8 @@ the version to keep.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,24 +22,21 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.preference_losses import kto_baseline
-from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import LabelledBatch
+from xray_runtime.data.batch import LabelledBatch, StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts, refuse_held
 from xray_runtime.data.pairs import HELDOUT, TRAIN, prompt_text
 from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched, within
 from xray_runtime.kernel.graph.artifacts import VERDICTS
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.preference_objectives import KTOObjective
+from xray_runtime.methods.common.preference_objectives import Desirability, KTOObjective
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import KTOSums, StepStatistics, StepTotals, read_step
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.common.training.steps import KTOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
@@ -74,44 +72,80 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     reference = ReferenceLogprobs(stage, source.path, parts, recorder)
     objective = KTOObjective(config)
     used = trained[cursor.ahead(steps * config.batch_size)]
-    states, mismatched_states = (
-        TrunkStates(stage, inputs.policy.path, source.path, parts[name], used, recorder) for name in (TRAIN, MISMATCHED)
-    )
     with open_policy(stage, objective, reference) as (policy, known):
         assert known is not None
-        states.compute(policy)
-        mismatched_states.compute(policy)
-        skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
-        done = state.restore()
-        if not done:
-            recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)
-        for step in range(done, steps):
-            index = trained[cursor.take(config.batch_size)]
-            lr = learning_rate(config, step, steps)
-            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, mismatched_states))
-            labels = {"ref_reply_logprobs": known[TRAIN][index], "desirable": desirable[index]}
-            rows = train.take(index).as_kind(LabelledBatch, **labels, **states.columns(index))
-            totals = StepTotals(rows=config.batch_size, baseline=baseline)
-            result = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
-            skipped.check_step(stage, "policy", step, result)
-            metrics = _step_metrics(result, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
-            if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
-                pairs = _ratios(policy, parts, known, HELDOUT, np.arange(parts[HELDOUT].size))
-                metrics["kto/heldout_accuracy"] = float(wins(*pairs.reshape(-1, 2).T).mean())
-            if validation is not None and validation.is_due(step + 1, steps):
-                z = kto_baseline(_ratios(policy, parts, known, MISMATCHED, chosen_by))
-                ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
-                loss = float(objective.of_replies(ratios, good, z).mean())
-                metrics |= {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}
-                best.update(models, step + 1, -loss)
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
-            state.step_done(step + 1, steps)
-        if validation is not None:
-            return best.save(models, out, steps, {"replies": len(chosen_by)})
-        get(policy.save.remote(out))
-    return steps
+        rows = {
+            name: training_rows(stage, policy, inputs.policy.path, source.path, parts[name], used, recorder)
+            for name in (TRAIN, MISMATCHED)
+        }
+        counts = {f"kto/{name}": count for name, count in counts.items()}
+        method = _KTO(config, policy, rows, parts, known, desirable, trained, chosen_by, counts)
+        models = {"policy": policy}
+        training_loop(stage, recorder, method, models, cursor, steps, best)
+        return best.save(models, out, steps, {"replies": len(chosen_by)})
+
+
+@dataclass(frozen=True)
+class _KTO(Method[KTOSums]):
+    """Labelled replies, for `training_loop`."""
+
+    config: KTOConfig
+    policy: ModelHandle
+    rows: Mapping[str, TrainingRows]
+    """The parts that a step reads."""
+    parts: Mapping[str, Replies]
+    known: Mapping[str, np.ndarray]
+    """Part → log-probability of each of its replies under the reference."""
+    desirable: np.ndarray
+    """Whether each training reply is [N]."""
+    trained: np.ndarray
+    """Numbers of the replies to train on."""
+    chosen_by: np.ndarray
+    """Numbers of the replies that `validation` leaves out."""
+    counts: dict[str, float]
+    name = "kto"
+    sums = KTOSums
+
+    def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
+        numbers = self.trained[index]
+        baseline = kto_baseline(self._ratios(self.rows[MISMATCHED], MISMATCHED, numbers))
+        labels = {"ref_reply_logprobs": self.known[TRAIN][numbers], "desirable": self.desirable[numbers]}
+        rows = self.rows[TRAIN].take(numbers).as_kind(LabelledBatch, **labels)
+        return rows, StepTotals.of(rows, baseline=baseline)
+
+    def metrics(self, step: Trained[KTOSums]) -> dict[str, float]:
+        sums, desirable = step.result.sums, self.desirable[self.trained[step.index]]
+        metrics = {"kto/loss": sums.loss / len(desirable), "kto/baseline": step.totals.baseline}
+        if desirable.any():
+            metrics["kto/desirable_reward"] = sums.desirable_rewards / desirable.sum()
+        if not desirable.all():
+            metrics["kto/undesirable_reward"] = sums.undesirable_rewards / (~desirable).sum()
+        return metrics
+
+    def first_metrics(self) -> dict[str, float]:
+        return self.counts
+
+    def heldout(self) -> dict[str, float]:
+        if HELDOUT not in self.parts:
+            return {}
+        part = self.parts[HELDOUT]
+        pairs = self._ratios(part, HELDOUT, np.arange(part.size))
+        return {"kto/heldout_accuracy": float(wins(*pairs.reshape(-1, 2).T).mean())}
+
+    def validate(self) -> tuple[dict[str, float], float]:
+        z = kto_baseline(self._ratios(self.parts[MISMATCHED], MISMATCHED, self.chosen_by))
+        ratios = self._ratios(self.parts[TRAIN], TRAIN, self.chosen_by)
+        good = torch.from_numpy(self.desirable[self.chosen_by])
+        loss = float(Desirability(self.config).of_replies(ratios, good, z).mean())
+        return {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}, -loss
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        return f"loss {metrics['kto/loss']:.3f}"
+
+    def _ratios(self, rows: TrainingRows, part: str, numbers: np.ndarray) -> torch.Tensor:
+        """Current log-ratios of some replies of a part [len(numbers)]."""
+        logprobs = get(self.policy.score.remote(rows.take(numbers))).reply_logprobs
+        return torch.from_numpy(logprobs - self.known[part][numbers])
 
 
 def _data(
@@ -152,30 +186,6 @@ def _data(
     good = float(desirable.sum())
     counts |= {"desirable": good, "undesirable": replies.size - good}
     return parts, desirable, chain.from_iterable(prompts), counts
-
-
-def _step_metrics(result: StepStatistics[KTOSums], desirable: np.ndarray) -> dict[str, float]:
-    """Means over the rows of a step; `desirable` is [B]."""
-    metrics = {"kto/loss": result.sums.loss / len(desirable), "kto/grad_norm": result.grad_norm}
-    if desirable.any():
-        metrics["kto/desirable_reward"] = result.sums.desirable_rewards / desirable.sum()
-    if not desirable.all():
-        metrics["kto/undesirable_reward"] = result.sums.undesirable_rewards / (~desirable).sum()
-    return metrics
-
-
-def _ratios(
-    policy: ModelHandle,
-    parts: dict[str, Replies],
-    known: dict[str, np.ndarray],
-    part: str,
-    numbers: np.ndarray,
-    states: TrunkStates | None = None,
-) -> torch.Tensor:
-    """Current log-ratios of some replies of a part [len(numbers)]."""
-    rows = parts[part].take(numbers).with_columns(**(states.columns(numbers) if states is not None else {}))
-    logprobs = get(policy.score.remote(rows)).reply_logprobs
-    return torch.from_numpy(logprobs - known[part][numbers])
 
 
 def _accuracy(ratios: torch.Tensor, desirable: torch.Tensor, baseline: float) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.graph.artifacts import Benchmark
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
 from xray_runtime.methods.common.checks import FEW_PROMPTS
 from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval.config import LMEvalConfig

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from xray_runtime.engines.layouts import EngineConfig, check_one_row_each, with_precision
+from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
 from xray_runtime.engines.sampling_config import BIASING, Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_sampled, check_trained_part
 from xray_runtime.kernel.config.section import (
@@ -25,6 +25,7 @@ from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment,
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
+from xray_runtime.rewards.term import Term
 
 PolicyLossName = Annotated[str, BuiltInOrFunction(("ppo", "gspo", "cispo"))]
 FLOAT32_MISMATCH, BFLOAT16_MISMATCH = 1e-4, 0.05
@@ -197,13 +198,6 @@ class PPOStageConfig(TrainingConfig):
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
 
-    @property
-    def step_scores(self) -> bool:
-        """Whether an update's first step computes the old log-probabilities: nothing before it needs the policy's. A KL
-        in the reward does, and a value head or frozen layers have other scores from the same pass."""
-        in_reward = self.kl.place == "reward" and self.kl.coef > 0
-        return not in_reward and self.critic_in_use != "shared" and self.trainable_layers is None
-
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_method(cls, given: Any) -> Any:
@@ -312,10 +306,18 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     """Sources that replace the rewards in `validation`, so that a version that only exploits the rewards is not
     chosen."""
 
+    @property
+    def terms(self) -> dict[str, list[Term]]:
+        return {"rewards": self.rewards, "judges": self.judges}
+
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError as `check_runtime` of a stage and of its generator."""
         super().check_runtime(runtime)
         check_sampled(self.lora, self.generator, runtime)
+
+    @property
+    def called_functions(self) -> list[str]:
+        return [*super().called_functions, *filter(is_function, (self.advantages, self.loss))]
 
     def mismatch_limit(self, device: str) -> float:
         """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
@@ -325,5 +327,5 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         """
         if self.max_mismatch is not None:
             return self.max_mismatch
-        in_float32 = with_precision(self.engine, device).precision == "float32"
+        in_float32 = self.engine.resolved(device).precision == "float32"
         return FLOAT32_MISMATCH if in_float32 and self.generator.precision(device) == "float32" else BFLOAT16_MISMATCH

@@ -7,6 +7,7 @@ Shapes: B replies, T response tokens of the longest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.advantages import place_rewards, whiten
+from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
+from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
+from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.methods.common.sampling.types import Experience
-from xray_runtime.methods.ppo.metrics import experience_metrics, policy_metrics
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
@@ -39,6 +41,7 @@ def build_experience(
     rewards: Tensor,
     kl_coef: float,
     estimator: AdvantageEstimator | None = None,
+    max_mismatch: float = math.inf,
 ) -> Experience:
     """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
 
@@ -48,8 +51,10 @@ def build_experience(
         rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
         kl_coef: weight of the per-token penalty.
         estimator: the user's function; None: the built-in that `config.advantages` names.
+        max_mismatch: of generator and trainer, see `check_mismatch`.
 
     Raises:
+        RuntimeError: the generator does not compute the policy.
         ValueError: the user's function returned something invalid.
         NonFiniteError: a reward is infinite, or a column of the update is not finite.
     """
@@ -78,8 +83,8 @@ def build_experience(
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
         **rollout.pick("response_mask", "branches"),
     )
-    metrics = experience_metrics(config, inputs, rewards, ended, returns)
-    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns)
+    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics, max_mismatch)
     return measured(config, made, scores.logprobs)
 
 
@@ -88,6 +93,7 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
     weights, the mismatch of generator and trainer, the KL to the reference. Rows in which they are empty count nowhere.
 
     Raises:
+        RuntimeError: the generator does not compute the policy.
         NonFiniteError: a column of the update is not finite.
     """
     known = np.flatnonzero(logprobs.lengths)
@@ -101,14 +107,69 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
         cap=config.importance_cap,
         level=config.importance_level,
     )
+    check_mismatch(mismatch["mean_abs_diff"], experience.max_mismatch)
     ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
     rows = experience.rows.with_columns(old_logprobs=logprobs, weights=ragged)
     wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
-    metrics = experience.metrics | policy_metrics(kl, mismatch)
+    metrics = experience.metrics | _policy_metrics(kl, mismatch)
     return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)
+
+
+def check_mismatch(mismatch: float, limit: float) -> None:
+    """Raises RuntimeError if generator and trainer differ by more than `limit` nats per token at one policy version.
+
+    Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
+    """
+    if not mismatch <= limit:  # NaN too
+        raise RuntimeError(
+            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
+            f"{limit:g}): the generator does not compute the policy"
+        )
+
+
+def _experience_metrics(
+    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
+) -> dict[str, float]:
+    """Metrics of the replies that have a reward.
+
+    Args:
+        rewards: final reward of each reply [B].
+        ended: True if the reply was not cut off [B].
+        returns: return of each token [B, T].
+    """
+    mask = inputs.mask
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        # In float64 the deviation of equal rewards is exactly 0.
+        "reward/std": float(rewards.double().std(correction=0)),
+        "rollout/length": float(mask.sum(-1).float().mean()),
+        "rollout/truncated": float((~ended).float().mean()),
+    }
+    if config.critic_in_use != "none":
+        metrics |= {
+            "value/mean": float(masked_mean(inputs.values, mask)),
+            "value/return": float(masked_mean(returns, mask)),
+            "value/explained_variance": explained_variance(inputs.values, returns, mask),
+        }
+    if config.samples_per_prompt > 1:
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
+    return metrics
+
+
+def _policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
+    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
+    of `importance_weights`."""
+    return {
+        "kl/reference_k1": kl["k1"],
+        "kl/reference_k3": kl["k3"],
+        "rollout/mismatch": mismatch["mean_abs_diff"],
+        "rollout/mismatch_max": mismatch["max_abs_diff"],
+        "rollout/effective_sample_share": mismatch["effective_sample_share"],
+        "rollout/capped_share": mismatch["capped_share"],
+    }
 
 
 def _final_rewards(

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD, Model
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import (
     FEW_STEPS,
-    agent_reads,
-    called_functions,
     check_rewards,
     check_terms,
     check_validation,
 )
 from xray_runtime.methods.common.findings import policy_findings
 from xray_runtime.methods.common.inputs import PPOInputs
-from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.ppo.config import PPOConfig
-
-
-def _ppo_functions(config: PPOConfig) -> list[str]:
-    return called_functions(config) + [name for name in (config.advantages, config.loss) if is_function(name)]
+from xray_runtime.methods.ppo.roles import ppo_models
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
@@ -42,8 +35,6 @@ PPO = register(
         Model,
         "xray_runtime.methods.ppo.body:run",
         models=ppo_models,
-        outside=agent_reads,
-        functions=_ppo_functions,
         check=check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[

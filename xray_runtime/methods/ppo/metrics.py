@@ -10,13 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
-from xray_runtime.agents.episodes.agent_records import agent_metrics
-from xray_runtime.algorithms.advantages import masked_mean
-from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
-from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
 
@@ -24,13 +19,12 @@ MAX_NAME = 150
 """Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
 if TYPE_CHECKING:
-    from xray_runtime.algorithms.estimators import AdvantageInputs
     from xray_runtime.data.batch import Rollout
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
     from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.common.training.steps import PolicySums, ValueSums
-    from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
+    from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.update import Update
     from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -65,7 +59,7 @@ def iteration_metrics(
     probe: float | None,
     golds: Sequence[float] | None,
 ) -> dict[str, float]:
-    """All metrics of an iteration except those of validation, KL controller and hacking monitor.
+    """All metrics of an iteration except those of validation, KL controller, hacking monitor and `Rollouts`.
 
     Args:
         results: the iteration's results, in that order.
@@ -80,48 +74,6 @@ def iteration_metrics(
     if golds is not None:
         metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
     return metrics if iteration else metrics | prompts.metrics()
-
-
-def experience_metrics(
-    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
-) -> dict[str, float]:
-    """Metrics of the replies that have a reward.
-
-    Args:
-        rewards: final reward of each reply [B].
-        ended: True if the reply was not cut off [B].
-        returns: return of each token [B, T].
-    """
-    mask = inputs.mask
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        # In float64 the deviation of equal rewards is exactly 0.
-        "reward/std": float(rewards.double().std(correction=0)),
-        "rollout/length": float(mask.sum(-1).float().mean()),
-        "rollout/truncated": float((~ended).float().mean()),
-    }
-    if config.critic_in_use != "none":
-        metrics |= {
-            "value/mean": float(masked_mean(inputs.values, mask)),
-            "value/return": float(masked_mean(returns, mask)),
-            "value/explained_variance": explained_variance(inputs.values, returns, mask),
-        }
-    if config.samples_per_prompt > 1:
-        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
-    return metrics
-
-
-def policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
-    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
-    of `importance_weights`."""
-    return {
-        "kl/reference_k1": kl["k1"],
-        "kl/reference_k3": kl["k3"],
-        "rollout/mismatch": mismatch["mean_abs_diff"],
-        "rollout/mismatch_max": mismatch["max_abs_diff"],
-        "rollout/effective_sample_share": mismatch["effective_sample_share"],
-        "rollout/capped_share": mismatch["capped_share"],
-    }
 
 
 def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:
@@ -152,9 +104,6 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
         metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
     if episodes.are_episodes:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
-        if "ran_again" in episodes:
-            counts = agent_metrics(episodes.answers.tolist(), int(episodes.ran_again.sum()))
-            metrics |= {f"rollout/{name}": count for name, count in counts.items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
     return metrics

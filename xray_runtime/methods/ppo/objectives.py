@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.importance import flat_importance_weights
-from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss, kl_loss, policy_loss, value_loss
-from xray_runtime.data.batch import PolicyBatch, Scores
+from xray_runtime.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossInputs,
+    clip_sums,
+    kl_loss,
+    token_loss,
+    value_losses,
+)
+from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
+    Component,
+    Forward,
+    Objective,
     Tensors,
+    Terms,
     Texts,
+    branch_states,
     last_hidden,
     of_responses,
-    prompts_of,
     response_logprobs,
     response_positions,
 )
@@ -27,22 +40,158 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
+class PolicyForward(Forward[PolicyBatch[Tensor]]):
+    """What the components of policy and critic read of a micro-batch, [R] each."""
+
+    def __init__(self, module: HeadedLM, rows: PolicyBatch[Tensor], config: PPOStageConfig) -> None:
+        super().__init__(module, rows)
+        self._config = config
+
+    @cached_property
+    def _predicted(self) -> tuple[Tensor, Tensor]:
+        return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+
+    @property
+    def logprobs(self) -> Tensor:
+        return self._predicted[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        return self._predicted[1]
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Value of the state before each token."""
+        return self.module.scalars(self.hidden[response_positions(self.rows) - 1])
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """1 at response tokens that the policy chose, 0 at those that it read in between."""
+        rows = self.rows
+        if "response_mask" in rows:
+            return rows.response_mask.values.to(rows.advantages.values.dtype)
+        return torch.ones_like(rows.advantages.values)
+
+    @cached_property
+    def replies(self) -> Tensor:
+        """int64 from 0: which reply each token is of."""
+        lengths = self.rows.input_ids.lengths - self.rows.prompt_lengths
+        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+    @cached_property
+    def share(self) -> Tensor:
+        """Weight of each token in the policy's means: `mask`, or with `loss_mean: replies` divided by its reply's
+        tokens."""
+        if self._config.loss_mean != "replies":
+            return self.mask
+        counts = self.mask.new_zeros(len(self.rows)).index_add_(0, self.replies, self.mask)
+        return self.mask / counts[self.replies].clamp(min=1)
+
+
 @dataclass(frozen=True)
-class PPOObjective:
+class PolicyComponent(Component[PolicyForward]):
+    """A mean over what the policy chose, by `loss_mean`."""
+
+    config: PPOStageConfig
+
+    def count(self, totals: StepTotals) -> float:
+        if self.config.loss_mean == "tokens":
+            return totals.tokens
+        return totals.rows * (self.config.max_response_tokens if self.config.loss_mean == "fixed" else 1)
+
+
+@dataclass(frozen=True)
+class PolicyGradient(PolicyComponent):
+    """The surrogate of the policy gradient, with importance weights."""
+
+    own: PolicyLoss | None = None
+    """A function of the user's; None: the built-in that `config.loss` names."""
+    logged = "policy_loss"
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, rows, mask = self.config, forward.rows, forward.mask
+        high = config.clip_range if config.clip_range_high is None else config.clip_range_high
+        inputs = PolicyLossInputs(
+            forward.logprobs,
+            rows.old_logprobs.values,
+            rows.advantages.values,
+            mask,
+            forward.replies,
+            config.clip_range,
+            high,
+            config.dual_clip,
+        )
+        made = token_loss(self.own or POLICY_LOSSES[config.loss], inputs, "it")
+        return Terms(made.loss, rows.weights.values * forward.share * mask, clip_sums(inputs, made))
+
+
+@dataclass(frozen=True)
+class EntropyBonus(PolicyComponent):
+    """−`entropy_coef` · entropy."""
+
+    def coef(self, totals: StepTotals) -> float:
+        return -self.config.entropy_coef
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        sums = {"entropy_sum": (forward.entropy * forward.mask).sum().detach()}
+        return Terms(forward.entropy, forward.share, sums)
+
+
+@dataclass(frozen=True)
+class KLToReference(PolicyComponent):
+    """The KL to the reference, where it is in the loss; its coefficient is the controller's."""
+
+    def coef(self, totals: StepTotals) -> float:
+        return totals.kl_coef
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        rows = forward.rows
+        given = forward.logprobs, rows.old_logprobs.values, rows.ref_logprobs.values
+        return Terms(kl_loss(*given, self.config.kl.estimator), forward.share)
+
+
+@dataclass(frozen=True)
+class ValueRegression(Component[PolicyForward]):
+    """The clipped squared error of the values, a mean over the tokens that the policy chose."""
+
+    config: PPOStageConfig
+    weight: float = 1.0
+    logged = "value_loss"
+
+    def coef(self, totals: StepTotals) -> float:
+        return self.weight
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        rows, mask = forward.rows, forward.mask
+        given = forward.values, rows.values.values, rows.returns.values
+        losses, clipped = value_losses(*given, clip_range=self.config.value_clip_range)
+        return Terms(losses, mask, {"value_clip_count": (clipped * mask).sum()})
+
+
+@dataclass(frozen=True)
+class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
     `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
     each reward branch a number a row under its role. Rows whose last token was added for reward models alone say so in
     `added_ends` [B].
-
-    `loss` needs `tokens` or, by `loss_mean`, `rows` in `totals`, and `kl_coef` for a KL in the loss. Rows without
-    `old_logprobs` are those of a rollout's first step: the pass computes them itself and gives them back as a column
-    [R] among its sums, and importance weights come from `rollout_logprobs`.
     """
 
     config: PPOStageConfig
     policy_loss: PolicyLoss | None = None
     """A function of the user's; None: the built-in that `config.loss` names."""
+
+    def components(self, module: HeadedLM) -> Sequence[Component[PolicyForward]]:
+        config = self.config
+        parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
+        if config.kl.place == "loss":
+            parts.append(KLToReference(config))
+        if module.scalar is not None:
+            parts.append(ValueRegression(config, config.value_coef))
+        return parts
+
+    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
+        return PolicyForward(module, rows, self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
@@ -52,86 +201,29 @@ class PPOObjective:
         by_role: Tensors = {}
         for branch in module.branches:
             seen = rows if branch.scalar is None else judged
-            ids = seen.input_ids
-            states = module.branch_hidden(branch, seen.trunk.values, ids.lengths, prompts_of(seen))
+            states = branch_states(module, branch, seen)
             if branch.scalar is None:
                 ref_logprobs, _ = response_logprobs(module, states, rows, self.config.temperature)
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
-                by_role[branch.role] = branch.scalar(states[ids.offsets[1:] - 1]).squeeze(-1)
+                by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
         return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
-
-    def loss(self, module: HeadedLM, rows: PolicyBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        config, hidden = self.config, last_hidden(module, rows)
-        logprobs, entropy = response_logprobs(module, hidden, rows, config.temperature)
-        lengths = rows.input_ids.lengths - rows.prompt_lengths
-        replies = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        # The policy did not choose the environment's tokens between its turns.
-        mask = _counted(logprobs, rows)
-        share = mask
-        if config.loss_mean == "replies":
-            counts = torch.zeros_like(lengths, dtype=mask.dtype).index_add_(0, replies, mask)
-            share = share / counts[replies].clamp(min=1)
-        first = "old_logprobs" not in rows
-        old_logprobs = logprobs.detach() if first else rows.old_logprobs.values
-        weights = _weights(config, old_logprobs, rows, mask, replies) if first else rows.weights.values
-        loss, stats = policy_loss(
-            logprobs,
-            old_logprobs,
-            rows.advantages.values,
-            mask,
-            clip_range=config.clip_range,
-            clip_range_high=config.clip_range_high,
-            dual_clip=config.dual_clip,
-            weights=weights * share,
-            loss=self.policy_loss or POLICY_LOSSES[config.loss],
-            replies=replies,
-        )
-        stats |= {"policy_loss": loss.detach(), "entropy_sum": (entropy * mask).sum().detach()}
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * (entropy * share).sum()
-        if config.kl.place == "loss":
-            kl = kl_loss(logprobs, old_logprobs, rows.ref_logprobs.values, config.kl.estimator)
-            loss = loss + totals["kl_coef"] * (kl * share).sum()
-        loss = loss / _mean_over(config, totals)
-        if module.scalar is not None:
-            value, value_stats = _value_loss(module, hidden, rows, config)
-            loss = loss + config.value_coef * value / totals["tokens"]
-            stats |= value_stats | {"value_loss": value.detach()}
-        return loss, stats | {"old_logprobs": old_logprobs} if first else stats
 
 
 @dataclass(frozen=True)
-class CriticObjective:
+class CriticObjective(Objective[PolicyForward]):
     """A critic of its own: the value of the state before each response token, and of the state after the last."""
 
     config: PPOStageConfig
 
+    def components(self, module: HeadedLM) -> tuple[ValueRegression]:
+        return (ValueRegression(self.config),)
+
+    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
+        return PolicyForward(module, rows, self.config)
+
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         return _values(module, last_hidden(module, rows), rows)
-
-    def loss(self, module: HeadedLM, rows: PolicyBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        loss, stats = _value_loss(module, last_hidden(module, rows), rows, self.config)
-        return loss / totals["tokens"], stats | {"value_loss": loss.detach()}
-
-
-def _counted(like: Tensor, rows: Texts) -> Tensor:
-    """1 at response tokens that the policy chose, 0 at those that it read in between [R]."""
-    return rows.response_mask.values.to(like.dtype) if "response_mask" in rows else torch.ones_like(like)
-
-
-def _weights(
-    config: PPOStageConfig, old_logprobs: Tensor, rows: PolicyBatch[Tensor], mask: Tensor, replies: Tensor
-) -> Tensor:
-    return flat_importance_weights(
-        old_logprobs,
-        rows.rollout_logprobs.values,
-        mask,
-        replies,
-        mode=config.importance_correction,
-        cap=config.importance_cap,
-        level=config.importance_level,
-    )
 
 
 def _as_sampled(rows: Texts) -> Texts:
@@ -146,22 +238,7 @@ def _as_sampled(rows: Texts) -> Texts:
     return rows.with_columns(input_ids=Ragged(ids.values[keep], offsets), trunk=trunk)
 
 
-def _mean_over(config: PPOStageConfig, totals: dict[str, float]) -> float:
-    """The divisor of sums over the whole minibatch, which has `tokens` tokens in `rows` replies."""
-    if config.loss_mean == "tokens":
-        return totals["tokens"]
-    return totals["rows"] * (config.max_response_tokens if config.loss_mean == "fixed" else 1)
-
-
 def _values(module: HeadedLM, hidden: Tensor, rows: Texts) -> Scores[Tensor]:
     values = module.scalars(hidden[response_positions(rows) - 1])
     final_values = module.scalars(hidden[rows.input_ids.offsets[1:] - 1])
     return Scores(values=of_responses(values, rows), final_values=final_values)
-
-
-def _value_loss(
-    module: HeadedLM, hidden: Tensor, rows: PolicyBatch[Tensor], config: PPOStageConfig
-) -> tuple[Tensor, Tensors]:
-    values = module.scalars(hidden[response_positions(rows) - 1])
-    old_values, returns, mask = rows.values.values, rows.returns.values, _counted(values, rows)
-    return value_loss(values, old_values, returns, mask, clip_range=config.value_clip_range)

@@ -3,8 +3,8 @@
 With `lag: n` (1 is "one-step-off") the generator samples rollout i + n with version i, the policy after i updates,
 while all models score rollout i and the policy learns from it. Version 0 samples the first n + 1 rollouts; every later
 one is n updates old, and none is older. Weights never change while a rollout is sampled, so it depends on prompts,
-seeds and one version, never on timing; `in_flight_updates` gives that up (`in_flight`). The loss then involves three
-policies:
+seeds and one version, never on timing; `in_flight_updates` gives that up (`EpisodesInFlight`). The loss then involves
+three policies:
 
     behaviour   version i − n, in the generator, sampled           `rollout_logprobs`
     proximal    version i, in the trainer, before the update       `old_logprobs`, where the clipped ratio is 1
@@ -24,30 +24,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
-from xray_runtime.agents.episodes.in_flight import InFlightEpisodes
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 from xray_runtime.data.batch import ReplyBatch, Rollout, TextBatch
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.methods.common.sampling.episode import EpisodeBatch
+from xray_runtime.methods.common.sampling.episode import EpisodeBatch, purpose_of
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
+from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
-    from xray_runtime.agents.episodes.episodes import EpisodeSampler
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batching import Cursor
     from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodesInFlight
     from xray_runtime.methods.ppo.config import PPOConfig
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Number and length of a probe's replies. Small, since training and sampling wait for it."""
-
-
-def purpose_of(round: int) -> str:
-    """The purpose that seeds a rollout: round 0 is an iteration's first, round r the r-th of replacement prompts."""
-    return f"resample-{round - 1}" if round else "sample"
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class Rollouts:
         prompts: UniquePrompts,
         cursor: Cursor,
         episodes: EpisodeSampler | None = None,
-        in_flight: InFlightEpisodes | None = None,
+        in_flight: EpisodesInFlight | None = None,
     ) -> None:
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
         self._sampling, self._episodes, self._in_flight = sampling, episodes, in_flight
@@ -127,16 +121,15 @@ class Rollouts:
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
             return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 
-    def metrics(self) -> dict[str, float]:
-        """`speed/generator_idle` since the last call, with agents."""
-        agents = self._episodes
-        return {"speed/generator_idle": agents.idle_share()} if isinstance(agents, AgentEpisodes) else {}
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Metrics of an iteration with these episodes, if they are that."""
+        return {} if self._episodes is None else self._episodes.metrics(rollout)
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| between generator and policy at `version`, in nats per token.
 
         Uses the first tokens of a few replies, spread over every replica and rank. A rollout sampled during an update
-        cannot be compared: when it arrives, the policy has changed.
+        cannot be compared: when it arrives, the policy has changed. Raises RuntimeError as `check_mismatch`.
         """
         ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
         num_rows = max(PROBE_ROWS, *ranks)
@@ -145,7 +138,9 @@ class Rollouts:
         replies = self._generate(prompts, sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
         scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
-        return float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
+        mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
+        check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
+        return mismatch
 
     def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:

@@ -11,6 +11,7 @@ from xray_runtime.engines.sampling_config import SamplingConfig
 from xray_runtime.kernel.config.section import Fraction, Positive, Section
 from xray_runtime.kernel.config.sources import ColumnNames, GivenGold, Source
 from xray_runtime.methods.best_of_n.config import GroupsConfig
+from xray_runtime.rewards.config import GoldConfig
 
 
 class GoldPreferences(SamplingConfig):
@@ -70,7 +71,7 @@ class CuratedPreferences(Section):
     source: Literal["curated"] = "curated"
 
 
-class SampledPreferences(GoldPreferences):
+class SampledPreferences(GoldPreferences, GoldConfig):
     """`GoldPreferences` with the generator and the gold score."""
 
     gold: GivenGold

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, sampled
 from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Preferences
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, sampled
-from xray_runtime.methods.common.checks import called_functions, check_rewards, fewer_prompts, num_samples
+from xray_runtime.methods.common.checks import check_rewards, fewer_prompts, num_samples
 from xray_runtime.methods.common.findings import preferences_findings
 from xray_runtime.methods.common.inputs import PreferencesInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
@@ -75,7 +75,6 @@ PREFERENCES = register(
         "xray_runtime.methods.preferences.body:run",
         models=_preferences_models,
         outside=_preferences_read,
-        functions=called_functions,
         check=check_preferences,
         findings=preferences_findings,
         shorten=_fewer_preferences,

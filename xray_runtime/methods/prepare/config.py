@@ -67,6 +67,10 @@ class DataConfig(Section):
     max_conversations: Count | None = None
     """Read at most this many conversations (None: all)."""
 
+    @property
+    def row_columns(self) -> list[str]:
+        return self.columns
+
     @model_validator(mode="after")
     def _bounds(self) -> Self:
         if self.sources and self.source != DEFAULT_SOURCE:

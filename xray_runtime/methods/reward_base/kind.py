@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xray_runtime.engines.roles import ModelRole, frozen
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen
 from xray_runtime.methods.common.checks import FEW_PROMPTS
 from xray_runtime.methods.common.inputs import RewardBaseInputs
 from xray_runtime.methods.reward_model.config import RewardBaseConfig

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
@@ -20,11 +21,9 @@ from xray_runtime.data.replies import both_sides
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import preference_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
-from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import PairSums, StepTotals, read_step
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
+from xray_runtime.methods.common.training.steps import PairSums, TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 
@@ -47,38 +46,54 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = trained_model(stage, start, RewardObjective(), new_head=True)
-    states = TrunkStates(stage, start, dataset, train, cursor.ahead(steps * config.batch_size), recorder)
+    used = cursor.ahead(steps * config.batch_size)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
     with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
-        states.compute(reward)
-        skipped = SkippedSteps()
-        state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
-        for step in range(state.restore(), steps):
-            index = cursor.take(config.batch_size)
-            batch = train.take(index).with_columns(**states.columns(index))
-            lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
-            result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
-            skipped.check_step(stage, "reward", step, result)
-            metrics = {
-                "reward_model/loss": result.sums.loss / config.batch_size,
-                "reward_model/accuracy": result.sums.correct / config.batch_size,
-                "reward_model/grad_norm": result.grad_norm,
-                "reward_model/lr": lr,
-                "speed/computed_tokens": result.computed_tokens,
-                "reward_model/length_baseline_accuracy": baseline,
-            }
-            if step + 1 == steps or step % max(steps // 8, 1) == 0:
-                chosen, rejected = _scores(reward, heldout_rows)
-                metrics["reward_model/heldout_accuracy"] = _accuracy(chosen, rejected)
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['reward_model/accuracy']:.2f}")
-            state.step_done(step + 1, steps)
-        summary = _summary(stage.name, chosen, rejected) | {"length_baseline_accuracy": baseline}
+        rows = training_rows(stage, reward, start, dataset, train, used, recorder)
+        method = _RewardModel(reward, rows, heldout_rows, baseline)
+        training_loop(stage, recorder, method, models, cursor, steps)
+        summary = _summary(stage.name, *method.scores) | {"length_baseline_accuracy": baseline}
         get(reward.save.remote(out, REWARD_HEAD))
     (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return steps
+
+
+@dataclass
+class _RewardModel(Method[PairSums]):
+    """A reward model, for `training_loop`."""
+
+    model: ModelHandle
+    rows: TrainingRows
+    heldout_rows: TextBatch
+    """All chosen replies, then all rejected ones."""
+    baseline: float
+    scores: tuple[np.ndarray, np.ndarray] = field(init=False)
+    """Of the held-out chosen and rejected replies, as they were last evaluated."""
+    name = "reward_model"
+    sums = PairSums
+
+    def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
+        rows = self.rows.take(index)
+        return rows, StepTotals.of(rows)
+
+    def metrics(self, step: Trained[PairSums]) -> dict[str, float]:
+        return {
+            "reward_model/loss": step.result.sums.loss / step.totals.rows,
+            "reward_model/accuracy": step.result.sums.correct / step.totals.rows,
+            "speed/computed_tokens": step.result.computed_tokens,
+            "reward_model/length_baseline_accuracy": self.baseline,
+        }
+
+    def heldout(self) -> dict[str, float]:
+        # One call: both sides share their prompts, and a model caches only the trunk states of the last call.
+        chosen, rejected = np.split(get(self.model.score.remote(self.heldout_rows)).scores, 2)
+        self.scores = chosen, rejected
+        return {"reward_model/heldout_accuracy": _accuracy(chosen, rejected)}
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        return f"accuracy {metrics['reward_model/accuracy']:.2f}"
 
 
 def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
@@ -94,12 +109,6 @@ def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, 
         "accuracy": _accuracy(chosen, rejected),
         "heldout_pairs": len(chosen),
     }
-
-
-def _scores(reward: ModelHandle, rows: TextBatch) -> tuple[np.ndarray, np.ndarray]:
-    # One call: both sides share their prompts, and a model caches only the trunk states of the last call.
-    chosen, rejected = np.split(get(reward.score.remote(rows)).scores, 2)
-    return chosen, rejected
 
 
 def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:

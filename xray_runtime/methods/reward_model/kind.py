@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, trained
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, trained
 from xray_runtime.methods.common.findings import pairs_findings
 from xray_runtime.methods.common.inputs import RewardModelInputs
 from xray_runtime.methods.reward_model.config import RewardConfig

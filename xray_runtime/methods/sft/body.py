@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.algorithms.schedules import learning_rate
+import numpy as np
+
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.dropped import DroppedRows
@@ -21,12 +23,10 @@ from xray_runtime.methods.common.training.dataset import (
     tokenizing,
     validation_file,
 )
-from xray_runtime.methods.common.training.finite import SkippedSteps
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import SFTSums, StepTotals, read_step
+from xray_runtime.methods.common.training.steps import SFTSums, TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 
@@ -51,47 +51,54 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     train, heldout_rows, validation_rows = _data(stage, tokenizer, limits, recorder)
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
-    states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
+    used = cursor.ahead(config.steps * config.batch_size)
 
     with stage.open_models({"policy": trained_model(stage, base, SFTObjective())}) as models:
-        policy = models["policy"]
-        states.compute(policy)
-        skipped = SkippedSteps()
-        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
-        done = state.restore()
-        if not done:
-            recorder.metrics(_data_metrics(train, limits), 0)
-        for step in range(done, config.steps):
-            start = time.perf_counter()
-            index = cursor.take(config.batch_size)
-            batch = train.take(index).with_columns(**states.columns(index))
-            tokens, lr = batch.num_response_tokens(), learning_rate(config, step, config.steps)
-            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
-            skipped.check_step(stage, "policy", step, result)
-            seconds = time.perf_counter() - start
-            loss = result.sums.nll / tokens
-            metrics = {
-                "sft/loss": loss,
-                "sft/grad_norm": result.grad_norm,
-                "sft/lr": lr,
-                "speed/train_tokens_per_s": batch.num_tokens() / seconds,
-            }
-            if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
-                metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
-            if validation is not None and validation_rows is not None and validation.is_due(step + 1, config.steps):
-                metrics["sft/validation_loss"] = _loss(policy, validation_rows)
-                best.update(models, step + 1, -metrics["sft/validation_loss"])
-            recorder.metrics(skipped.metrics(metrics), step)
-            recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
-            state.step_done(step + 1, config.steps)
-        done = config.steps
-        if validation_rows is not None:
-            done = best.save(models, out, config.steps, {"conversations": len(validation_rows)})
-        else:
-            get(policy.save.remote(out))
+        rows = training_rows(stage, models["policy"], base, dataset, train, used, recorder)
+        method = _SFT(stage, models["policy"], rows, heldout_rows, validation_rows, _data_metrics(train, limits))
+        training_loop(stage, recorder, method, models, cursor, config.steps, best)
+        record = {} if validation_rows is None else {"conversations": len(validation_rows)}
+        done = best.save(models, out, config.steps, record)
     with DroppedRows(out) as dropped:
         train.list_dropped(dropped)
     return done
+
+
+@dataclass(frozen=True)
+class _SFT(Method[SFTSums]):
+    """Supervised fine-tuning, for `training_loop`."""
+
+    stage: Stage[SFTConfig, SFTInputs]
+    policy: ModelHandle
+    rows: TrainingRows
+    heldout_rows: TextBatch
+    validation_rows: TextBatch | None
+    of_data: dict[str, float]
+    name = "sft"
+    sums = SFTSums
+    evaluations = 5
+
+    def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
+        rows = self.rows.take(index)
+        return rows, StepTotals.of(rows)
+
+    def metrics(self, step: Trained[SFTSums]) -> dict[str, float]:
+        loss = step.result.sums.nll / step.totals.tokens
+        return {"sft/loss": loss, "speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
+
+    def first_metrics(self) -> dict[str, float]:
+        return self.of_data
+
+    def heldout(self) -> dict[str, float]:
+        return {"sft/heldout_loss": _loss(self.policy, self.heldout_rows)}
+
+    def validate(self) -> tuple[dict[str, float], float]:
+        assert self.validation_rows is not None
+        loss = _loss(self.policy, self.validation_rows)
+        return {"sft/validation_loss": loss}, -loss
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        return f"loss {metrics['sft/loss']:.3f}"
 
 
 def _data(

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig
+from xray_runtime.engines.roles import CHOSEN, models_of
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import CHOSEN
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.ops.planner.memory import Layout, Options
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.search import search
@@ -42,7 +43,7 @@ class Changes:
     def of_call(self, call: StageCall) -> StageCall:
         """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
         data: dict[str, Any] = call.config.model_dump(mode="json")
-        for role in call.kind.models(call.config).values():
+        for role in models_of(call).values():
             layout = section(data, role.field)
             for field in CHOSEN:
                 layout.pop(field, None)
@@ -55,6 +56,9 @@ class Changes:
                 library, kept = EngineConfig.default, layout.keys() & EngineConfig.model_fields.keys()
                 for field in layout.keys() - kept:
                     del layout[field]
+            if self.offload and not trainer(library).capabilities.offload:
+                where = f"{call.name}.{role.field}.library = {library!r}"
+                raise ConfigError(unsupported("--offload", where, able(TRAINERS, "offload")))
             layout |= {"library": library, **trainer(library).planned(None, offload=self.offload)}
             if self.micro_batch_tokens is not None:
                 layout["micro_batch_tokens"] = self.micro_batch_tokens
@@ -105,7 +109,7 @@ def plan(
             nodes reject every plan that fits.
     """
     calls = [changes.of_call(call) for call in graph.calls.values()]
-    stages = {call.name: found for call in calls if (found := plan_call(call, machine, nodes)) is not None}
+    stages = {call.name: planned for call in calls if (planned := plan_call(call, machine, nodes)) is not None}
     if not stages:
         raise ConfigError("this graph cannot be planned: no stage has models")
     trains = any(plan.workload.of_use("trained") for plan in stages.values())
@@ -119,8 +123,8 @@ def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | No
     stage has no models. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
 
-    def accept(found: Plan) -> None:
-        check_call(with_layouts(call, found), machine.device, nodes)
+    def accept(candidate: Plan) -> None:
+        check_call(with_layouts(call, candidate), machine.device, nodes)
 
     return search(workload, machine, accept) if workload is not None else None
 
@@ -133,18 +137,18 @@ def choose_layouts(
     Raises:
         ConfigError: no plan fits, every plan that fits is rejected, or a model cannot be planned.
     """
-    found = plan_call(call, machine, nodes)
-    if found is None:
+    planned = plan_call(call, machine, nodes)
+    if planned is None:
         return call, None
-    _check_fits(found, f"{call.name}: ")
-    return with_layouts(call, found), f"{call.name}: runtime.parallel: auto chooses {_described(found)}"
+    _check_fits(planned, f"{call.name}: ")
+    return with_layouts(call, planned), f"{call.name}: runtime.parallel: auto chooses {_described(planned)}"
 
 
 def choose(workload: Workload, machine: Machine) -> Plan:
     """The preferred plan that fits. Raises ConfigError if none does."""
-    found = search(workload, machine)
-    _check_fits(found)
-    return found
+    planned = search(workload, machine)
+    _check_fits(planned)
+    return planned
 
 
 def engine_of(plan: Plan, library: str) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
     """`call` with the plan's layouts in its config. Raises ConfigError if the config does not allow them."""
     data: dict[str, Any] = call.config.model_dump(mode="json")
     frozen = plan.layouts["frozen"]
-    for role in call.kind.models(call.config).values():
+    for role in models_of(call).values():
         chosen: dict[str, Any] = {"tensor_parallel": plan.layouts["sampled"].tp}
         if role.use == "trained":
             assert isinstance(role.layout, EngineConfig)

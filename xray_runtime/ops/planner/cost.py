@@ -1,8 +1,8 @@
-"""Seconds of one iteration on GPUs, and bytes on disk: a stated model, not a measurement. It ranks plans; it promises
-no time.
+"""Seconds of one iteration on GPUs, and bytes on disk: a stated model, not a measurement. It ranks plans; its seconds
+are estimates.
 
 An iteration is one rollout with its scoring and updates, or one optimizer step of a stage that only trains. Every
-sequence is taken to be as long as the config allows.
+sequence is assumed to be as long as the config allows.
 
     generate   decoding: a step reads the weights and the cache of all running sequences; prefill is compute
     score      one forward pass of each frozen model, and of each trained one for its old log-probabilities
@@ -12,7 +12,7 @@ sequence is taken to be as long as the config allows.
     sleep      memory that moves to the host and back, for models that take turns
 
 A pass takes its matrix products' FLOPs, and after them the memory traffic of everything else: norms, activations and
-the loss. `tests/unit/planning/test_published_speed.py` compares seconds with what prime-rl and NeMo-RL published.
+the loss. `tests/unit/ops/test_published_speed.py` compares seconds with what prime-rl and NeMo-RL published.
 
 FLOPs of a forward pass: 2 a weight and token, and 2·S·a·d a layer for causal attention (Korthikanti et al. 2022,
 appendix A). Collectives of n ranks move (n - 1)/n of their bytes, all-reduces twice that (Patarasuk & Yuan 2009).
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.models.shapes import device_parameters, lora_parameters
 from xray_runtime.ops.planner.memory import (
     GENERATOR_BATCH_TOKENS,
@@ -46,7 +46,7 @@ MFU = 0.4
 """Share of peak FLOP/s in large matrix products, attention's included."""
 ACTIVATION_TRAFFIC = 3
 """Bytes moved in one pass for each byte of activations: written once, and read by what follows, kernel by kernel. The
-one number here that published speeds decided (prime-rl's SFT of 0.6B and 4B)."""
+only number here that was fitted to published speeds (prime-rl's SFT of 0.6B and 4B)."""
 FORWARD_LOGIT_TRAFFIC, TRAINING_LOGIT_TRAFFIC = 40, 106
 """Bytes moved for each logit: the operations of `algorithms.logprobs`, each reading and writing its tensors; training
 computes logits twice."""
@@ -113,9 +113,9 @@ GPUS = (
     Gpu("H100", 81_559 * MIB, 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),
     Gpu("H200", 143_771 * MIB, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 )
-"""24, 48, 80 and 141 GB. A 24 GB card is taken to be an L4, the slowest of them."""
+"""24, 48, 80 and 141 GB. A card with 24 GB is assumed to be an L4, the slowest of them."""
 COMPARED = ("H100", "H200")
-"""Those for which published speeds were compared: seconds are within a factor of two."""
+"""GPUs whose seconds were compared with published speeds: within a factor of two."""
 
 
 @cache
@@ -254,25 +254,25 @@ def iteration_seconds(
 ) -> dict[str, float]:
     """Phase → seconds. Args: layouts: use → layout; shared: all models are on the same GPUs."""
     trained, frozen, sampled = map(workload.of_use, ALL_USES)
-    found: dict[str, float] = {}
+    phases: dict[str, float] = {}
     if sampled:
-        found["generate"] = sum(generate_seconds(r, layouts["sampled"], workload, machine) for r in sampled)
+        phases["generate"] = sum(generate_seconds(r, layouts["sampled"], workload, machine) for r in sampled)
     scored = [score_seconds(role, layouts["frozen"], workload, machine) for role in frozen]
     if sampled:
         scored += [score_seconds(role, layouts["trained"], workload, machine) for role in trained]
     if scored:
-        found["score"] = sum(scored) if shared else max(scored)
+        phases["score"] = sum(scored) if shared else max(scored)
     if trained:
         updates = [update_seconds(role, layouts["trained"], workload, machine) for role in trained]
-        found["update"] = sum(updates) if shared else max(updates)
+        phases["update"] = sum(updates) if shared else max(updates)
     if trained and sampled:
-        found["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
+        phases["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
     asleep = ["sampled"] * workload.generator_sleeps + ["trained"] * workload.trainer_sleeps
     if asleep:
         roles = [role for role in workload.roles if role.use in asleep]
         memory = [workload.memory(role, layouts[role.use]) for role in roles]
-        found["sleep"] = sleep_seconds(workload, roles, memory, machine)
-    return found
+        phases["sleep"] = sleep_seconds(workload, roles, memory, machine)
+    return phases
 
 
 def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Memory], machine: Machine) -> float:
@@ -302,12 +302,12 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     """
     trained = workload.of_use("trained")
     kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
-    found = {
+    sizes = {
         "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
         "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
         "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
     }
-    return {what: size for what, size in found.items() if size}
+    return {what: size for what, size in sizes.items() if size}
 
 
 def _overlapped(compute: float, moved: float) -> float:

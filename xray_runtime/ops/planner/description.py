@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from xray_runtime.cluster.pool.machine import GIB, Machine, this_machine
+from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.terminal import print_table
 from xray_runtime.ops.planner.auto import GraphPlan
 from xray_runtime.ops.planner.cost import COMPARED, disk_bytes, gpu_of
@@ -52,7 +53,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
         "notes": [text for text in (note, _uncompared(machine)) if text],
         "reasons": list(chosen.reasons),
         "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
-        "stages": {name: _stage(found) for name, found in planned.stages.items()},
+        "stages": {name: _stage(plan) for name, plan in planned.stages.items()},
     }
     if policy.use == "trained":
         states = {
@@ -128,18 +129,18 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}{at}", highlight=False)
     console.print("GB on one device", style="italic")
     sizes, rows = (*COLUMNS, "total"), []
-    for stage, found in planned.stages.items():
-        for number, p in enumerate(found.roles):
+    for stage, plan in planned.stages.items():
+        for number, p in enumerate(plan.roles):
             parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
             cells = (_short(size) for size in (*parts, p.memory.total))
             name = stage if not number else ""
             rows.append((name, p.role.name, str(p.layout.num_devices), *cells, p.layout_text))
     print_table(console, ("stage", "model", "devices", *sizes, "layout"), rows, right=sizes)
-    for stage, found in planned.stages.items():
-        if found.seconds:
-            console.print(f"[bold]seconds[/bold]  {stage}: {_seconds_text(found)}", highlight=False, soft_wrap=True)
-    for stage, found in planned.stages.items():
-        disk = ", ".join(f"{what} {_short(size)}" for what, size in disk_bytes(found.workload).items())
+    for stage, plan in planned.stages.items():
+        if plan.seconds:
+            console.print(f"[bold]seconds[/bold]  {stage}: {_seconds_text(plan)}", highlight=False, soft_wrap=True)
+    for stage, plan in planned.stages.items():
+        disk = ", ".join(f"{what} {_short(size)}" for what, size in disk_bytes(plan.workload).items())
         if disk:
             console.print(f"[bold]disk, GB[/bold]  {stage}: {disk}", highlight=False, soft_wrap=True)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content.get("model_state_gb", {}).items())
@@ -156,12 +157,12 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             console.print(f"[bold]{title}[/bold]  {line}", highlight=False, soft_wrap=True)
 
 
-def _seconds_text(found: Plan) -> str:
+def _seconds_text(plan: Plan) -> str:
     """An iteration by phase, estimated by the cost model."""
-    phases = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in found.seconds.items())
-    turns = ["generator"] * found.workload.generator_sleeps + ["trainer"] * found.workload.trainer_sleeps
+    phases = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in plan.seconds.items())
+    turns = ["generator"] * plan.workload.generator_sleeps + ["trainer"] * plan.workload.trainer_sleeps
     asleep = f"; asleep in turn: {', '.join(turns)}" if turns else ""
-    return f"{found.iteration_s:.3g} an iteration ({phases}), most in {found.bottleneck}{asleep}"
+    return f"{plan.iteration_s:.3g} an iteration ({phases}), most in {plan.bottleneck}{asleep}"
 
 
 def machine_of(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:
@@ -190,7 +191,7 @@ def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | 
     precisions = {
         f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
         for call in graph.calls.values()
-        for role in call.kind.models(call.config).values()
+        for role in models_of(call).values()
     }
     fields = [name for name, precision in precisions.items() if precision == "bfloat16"]
     if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:

@@ -1,7 +1,7 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
 `tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/planning/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
+`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
 its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from xray_runtime.engines.capabilities import Sharding, unsupported
-from xray_runtime.engines.layouts import TRAINERS, EngineConfig, able
+from xray_runtime.engines.capabilities import Sharding
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, kept_bytes, model_states
 
@@ -249,8 +250,8 @@ def training_memory(
     return replace(
         memory,
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
-        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=sums),
-        buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, sharding, options.offload),
+        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
+        buffers=memory.buffers + _gathered_bytes(shape, held, weight_bytes, layout, sharding, options.offload),
     )
 
 
@@ -269,7 +270,7 @@ def scoring_memory(
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
-        buffers=_gathered_bytes(held, weight_bytes, layout, sharding),
+        buffers=_gathered_bytes(shape, held, weight_bytes, layout, sharding),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
@@ -323,23 +324,36 @@ def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
 
 
 def _loading_bytes(
-    shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int, *, float32_sums: bool
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    memory: Memory,
+    trained: int,
+    sharding: Sharding,
+    *,
+    float32_sums: bool,
 ) -> int:
     """Extra memory while a model to train is loaded: the largest tensor as it is read, DeepSpeed's flat copy of the
-    trained parameters, or the states it then creates. Master weights are read after that. ZeRO-3 also creates gradients
-    and bucket at this point, and ZeRO-1 the float32 sums of half-precision gradients.
+    trained parameters, or the states that are then created. Master weights are read after that. DeepSpeed's ZeRO-3 also
+    creates gradients and bucket at this point, and its ZeRO-1 the float32 sums of half-precision gradients.
     """
-    reading = reading_bytes(shape, weight_bytes, layout)
-    flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
-    states = memory.optimizer
-    if layout.zero_stage >= 3:
+    reading, flat, states = reading_bytes(shape, weight_bytes, layout), 0, memory.optimizer
+    if sharding.copies_float32 and layout.zero_stage:
+        flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1)
+    if sharding.keeps_gradients and layout.zero_stage >= 3:
         states += memory.gradients + memory.buffers
-    elif layout.zero_stage == 1 and float32_sums:
+    elif sharding.keeps_gradients and layout.zero_stage == 1 and float32_sums:
         states += FLOAT32_BYTES * trained
     return max(reading, flat, states + reading)
 
 
-def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False) -> int:
-    # ZeRO-3 gathers the parameters it computes with, and keeps those it needs again soon.
-    elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
-    return min(held, sharding.gathered_elements) * weight_bytes if elsewhere else 0
+def _gathered_bytes(
+    shape: ModelShape, held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False
+) -> int:
+    # Level 3 gathers the parameters it computes with, and keeps those it needs again soon.
+    if layout.zero_stage < 3 or (layout.dp == 1 and not offload):
+        return 0
+    most = sharding.gathered_elements
+    if sharding.gathered_layers is not None:
+        most = held - max(0, shape.num_layers - sharding.gathered_layers) * shape.layer_parameters()
+    return min(held, most) * weight_bytes

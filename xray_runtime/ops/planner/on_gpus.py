@@ -20,8 +20,8 @@ from itertools import product
 from typing import Any
 
 from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
 from xray_runtime.ops.planner.cost import (
     generate_seconds,
     iteration_seconds,
@@ -128,7 +128,7 @@ class _Search:
         return list(best.values()), least
 
     def shared(self, fewer: bool) -> Iterator[Candidate]:
-        """Candidates of which every model is on all GPUs."""
+        """Candidates in which every model is on all GPUs."""
         count = self._machine.num_devices
         sleeps: list[Sleeps] = [(self._workload.generator_sleeps, self._workload.trainer_sleeps)]
         if "sleep" in self._workload.open_choices and self._sampled and len(self._workload.roles) > 1:
@@ -142,7 +142,7 @@ class _Search:
                 yield _ranking(seconds, sampled), (generator, trainer), trained, frozen, sampled
 
     def separate(self, fewer: bool) -> Iterator[Candidate]:
-        """Candidates of which every model has GPUs of its own."""
+        """Candidates in which every model has GPUs of its own."""
         workload, machine = self._workload, self._machine
         frozen = self._frozen_alone()
         awake: Sleeps = (workload.generator_sleeps, workload.trainer_sleeps)
@@ -179,8 +179,8 @@ class _Search:
             most = min(groups_of(tp) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
             for dp in _counts(most, fewer):
                 for layout in trained_layouts(workload, tp, pp, dp):
-                    for found in self._trained_choices(variants, layout, shared=shared):
-                        _keep(front.setdefault((tp, pp, dp) if fewer else (), []), found)
+                    for choice in self._trained_choices(variants, layout, shared=shared):
+                        _keep(front.setdefault((tp, pp, dp) if fewer else (), []), choice)
         yield from (choice for choices in front.values() for choice in choices)
 
     def _trained_choices(self, variants: Sequence[Workload], layout: Layout, *, shared: bool) -> Iterator[Choice]:
@@ -239,27 +239,27 @@ class _Search:
             return Choice(Layout())
         replicas = (Layout(tp=tp, pp=pp) for tp, pp in splits(self._frozen, self._machine))
         for layout in (*replicas, *zero3_shards(self._workload, self._machine)):
-            found = self._frozen_choice(layout, shared=False)
-            if found.held.total <= self._machine.usable_bytes:
-                return found
+            choice = self._frozen_choice(layout, shared=False)
+            if choice.held.total <= self._machine.usable_bytes:
+                return choice
         return self._frozen_choice(Layout(), shared=False)
 
     def _replica_counts(self, fewer: bool) -> Mapping[int, Sequence[int]]:
         """Tensor-parallel degree → numbers of replicas of the generator."""
         workload = self._workload
         free = "generator_replicas" in workload.open_choices
-        found = {}
+        replicas = {}
         for tp, pp in splits(self._sampled, self._machine):
             most = min(groups(self._machine, tp, []), workload.rollout_size)
             counts = _counts(most, fewer) if free else [workload.generator_replicas]
             if pp == 1:
-                found[tp] = [count for count in counts if count <= most]
-        if self._sampled and not any(found.values()):
+                replicas[tp] = [count for count in counts if count <= most]
+        if self._sampled and not any(replicas.values()):
             raise ConfigError(
                 f"runtime.generator_replicas: {workload.generator_replicas} is not allowed: must be at most "
                 f"{self._machine.num_devices}, the number of GPUs, and at most the replies of a rollout"
             )
-        return found
+        return replicas
 
     def _generating(self, replicas: Mapping[int, Sequence[int]], *, shared: bool) -> Iterator[Choice]:
         """Choices for the generator."""
@@ -284,8 +284,8 @@ def _ranking(seconds: float, sampled: Choice) -> float:
     return seconds * WORTH_SPLITTING if sampled.layout.tp > 1 else seconds
 
 
-def _keep(front: list[Choice], found: Choice) -> None:
-    """Add `found` unless another is as good in time and memory; remove those that it makes useless."""
+def _keep(front: list[Choice], choice: Choice) -> None:
+    """Add `choice` unless another is as good in time and memory; remove those that it dominates."""
 
     def better(a: Choice, b: Choice) -> bool:
         return (
@@ -296,8 +296,8 @@ def _keep(front: list[Choice], found: Choice) -> None:
             and a.asleep_seconds <= b.asleep_seconds
         )
 
-    if not any(better(other, found) for other in front):
-        front[:] = [other for other in front if not better(found, other)] + [found]
+    if not any(better(other, choice) for other in front):
+        front[:] = [other for other in front if not better(choice, other)] + [choice]
 
 
 def _counts(most: int, fewer: bool) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.ops.planner.memory import HELD_IN_A_PASS, Layout, Memory
 from xray_runtime.ops.planner.workload import Role, Workload
 
@@ -70,7 +70,7 @@ def peak_bytes(sleeps: Sleeps, trained: Held, frozen: Held, sampled: Held) -> in
         generate    then trainers sleep, and the KV cache wakes up
         score, update    the generator sleeps, trainers are awake
 
-    Each model is a process whose allocator keeps its peak, unless it gives back what it does not need after its turn.
+    Each model is a process whose allocator keeps its peak, unless it releases memory after its turn.
     """
     generator, trainer = sleeps
     if not generator:

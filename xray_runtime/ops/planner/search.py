@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.roles import Use
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import Use
 from xray_runtime.ops.planner import on_gpus
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan, plan_of

@@ -8,9 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.machine import GIB
-from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig, with_precision
+from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
+from xray_runtime.engines.roles import ModelRole, models_of
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.methods.prepare.config import PROMPT_TOKENS
 from xray_runtime.methods.sft.config import REPLY_TOKENS
 from xray_runtime.models.config import FreshBase, PretrainedBase
@@ -34,7 +34,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
     Raises:
         ConfigError: a model's shape cannot be found, read or planned.
     """
-    declared = dict(call.kind.models(call.config))
+    declared = models_of(call)
     on_trunks = [name for name, role in declared.items() if _is_branch(call, role, declared)]
     branches = Counter(declared[name].trunk for name in on_trunks)
     kept = {
@@ -69,7 +69,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
 def _open_choices(call: StageCall, engines: list[EngineConfig]) -> Iterator[OpenChoice]:
     """Choices that the config leaves at their defaults."""
     runtime, defaults = call.runtime, type(call.runtime).model_fields
-    roles = call.kind.models(call.config).values()
+    roles = models_of(call).values()
     sleeps = all(r.layout.capabilities.sleep for r in roles if isinstance(r.layout, GeneratorConfig))
     if all(engine.micro_batch_tokens == EngineConfig().micro_batch_tokens for engine in engines):
         yield "micro_batch_tokens"
@@ -104,7 +104,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         width, options = training_options(role.lora, layout, device)
     elif isinstance(layout, GeneratorConfig):
         width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
-    elif getattr(with_precision(layout, device), "precision", "float32") == "bfloat16":
+    elif getattr(layout.resolved(device), "precision", "float32") == "bfloat16":
         width = HALF_BYTES
     return Role(
         name=name,
@@ -133,7 +133,7 @@ def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | s
     try:
         return base_of(call, role.shape, where)
     except UnknownShapeError:
-        others = [other.shape for other in call.kind.models(call.config).values() if other.use != "frozen"]
+        others = [other.shape for other in models_of(call).values() if other.use != "frozen"]
         if role.use != "frozen" or not others:
             raise
         return base_of(call, others[0], where)
@@ -171,7 +171,7 @@ def _shape_input(call: Call) -> str | None:
     """The input that has the shape of a stage's output; None if it is the kind's own base model."""
     if call.kind.base_model(call.config) is not None:
         return None
-    trained = (role.shape for role in call.kind.models(call.config).values() if role.use == "trained")
+    trained = (role.shape for role in models_of(call).values() if role.use == "trained")
     models = (name for name, handle in call.parents.items() if handle.call is None or handle.output.is_model)
     return next(trained, None) or next(models, None)
 
@@ -182,7 +182,7 @@ def _is_branch(call: StageCall, role: ModelRole, declared: dict[str, ModelRole])
     made = call.parents[role.shape].call if trunk is not None and role.shape is not None else None
     if trunk is None or made is None or made.kind.base_model(made.config) is not None:
         return False
-    layers = {other.trainable_layers for other in made.kind.models(made.config).values() if other.use == "trained"}
+    layers = {other.trainable_layers for other in models_of(made).values() if other.use == "trained"}
     return layers == {trunk.trainable_layers} and (
         base_of(call, role.shape, call.name) == base_of(call, trunk.shape, call.name)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from xray_runtime.engines.layouts import EngineConfig, with_precision
-from xray_runtime.kernel.graph.roles import Use
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.roles import Use
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, from_parameter_count
 from xray_runtime.ops.planner.memory import (
@@ -194,7 +194,7 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
 
     On CPU, device memory is host memory, so offloading to it saves nothing.
     """
-    engine = with_precision(engine, device)
+    engine = engine.resolved(device)
     mixed = engine.precision == "bfloat16"
     options = Options(
         lora_rank=lora.rank if lora is not None else None,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section
-from xray_runtime.kernel.config.sources import without_login
-
-Address = Annotated[str, Field(pattern=r"^https?://[^\s?#]+$"), AfterValidator(without_login)]
+from xray_runtime.kernel.config.sources import Address
 
 
 class RemoteConfig(Section):

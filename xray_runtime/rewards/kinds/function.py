@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,8 +44,18 @@ class FunctionTerm(ExternalTerm, field="function", recording=Recording.COMPUTED)
         return self.function
 
     @property
-    def functions(self) -> list[str]:
+    def called_functions(self) -> list[str]:
         return [self.function]
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        if self.function in functions:
+            Arguments(functions[self.function], f"{path}.function {self.function!r}").check(columns)
+
+    @classmethod
+    def given(cls, function: str | None, models: Sequence[str]) -> dict[str, Any] | None:
+        return None if function is None else {"function": function}
 
     @classmethod
     def in_files(cls) -> type[FunctionTerm]:

@@ -22,6 +22,10 @@ class RewardModelTerm(ModelTerm, field="model"):
     model: Role
     """The reward model that scores."""
 
+    @classmethod
+    def given(cls, function: str | None, models: Sequence[str]) -> dict[str, str] | None:
+        return {"model": models[0]} if len(models) == 1 else None
+
     @property
     def name(self) -> str:
         return self.model

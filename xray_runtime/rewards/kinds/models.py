@@ -22,6 +22,10 @@ class EnsembleTerm(ModelTerm, field="models"):
     """The reward models that score together."""
     uncertainty: NonNegative = 0.5
 
+    @classmethod
+    def given(cls, function: str | None, models: Sequence[str]) -> dict[str, Sequence[str]] | None:
+        return {"models": models} if len(models) > 1 else None
+
     @property
     def name(self) -> str:
         return "+".join(self.models)

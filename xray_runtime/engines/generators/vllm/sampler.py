@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
+from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.signs import part_done
@@ -77,6 +77,23 @@ def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, ran
     return options
 
 
+def model_options(directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> dict[str, Any]:
+    """`engine_options`, and those with which vLLM computes every model as we need it."""
+    options = engine_options(directory, max_length, runtime, rank)
+    if options["enable_prefix_caching"] and keeps_states(directory):
+        # vLLM keeps states at block ends for this only if it may cut prompts there.
+        options["enable_prefix_caching"] = False
+    return options | {
+        "skip_tokenizer_init": True,
+        # No pickles, and no code from the checkpoint.
+        "load_format": "safetensors",
+        "trust_remote_code": False,
+        "max_model_len": max_length,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, max_length),
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
 def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, world_size: int = 1) -> int:
     """Size of a rank's KV cache on CPU, in float32: room for all sequences at full length and for as many tokens of
     finished ones, whose prefixes later turns find again; at most `runtime.generator_memory_gib`.
@@ -106,7 +123,7 @@ def keeps_states(directory: Path) -> bool:
     return bool(config.is_hybrid or config.is_attention_free or config.has_inner_state)
 
 
-class VLLMSampler:
+class VLLMSampler(Sampler):
     """One vLLM engine in this process, or one tensor-parallel rank of it.
 
     Each rank schedules the same requests by itself ("external launcher"), so every call goes to all ranks.
@@ -125,21 +142,10 @@ class VLLMSampler:
         """Which of vLLM's `MEMORY` is freed."""
         if rank.world_size > 1:
             _launch(rank)
-        options = engine_options(directory, max_length, runtime, rank)
-        if options["enable_prefix_caching"] and keeps_states(directory):
-            # vLLM keeps states at block ends for this only if it may cut prompts there.
-            options["enable_prefix_caching"] = False
         self._llm = self._vllm.LLM(
             str(directory),
-            skip_tokenizer_init=True,
-            # No pickles, and no code from the checkpoint.
-            load_format="safetensors",
-            trust_remote_code=False,
-            max_model_len=max_length,
-            max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
-            logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND),
-            **options,
+            **model_options(directory, max_length, runtime, rank),
         )
         if rank.world_size > 1:
             _unlink_shared_memory()

@@ -118,7 +118,7 @@ class XrayWeightTransferEngine(WeightTransferEngine):
             self._direct = None
 
 
-def register() -> None:
-    """Register the back end with vLLM in this process. Safe to repeat."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, XrayWeightTransferEngine)
+def register(backend: str = BACKEND, engine: type[WeightTransferEngine] = XrayWeightTransferEngine) -> None:
+    """Register a back end with vLLM in this process. Safe to repeat."""
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)

@@ -158,15 +158,16 @@ class ZeroEngine(Scorer):
 
     def save(self, directory: Path) -> None:
         held = {states.hugging_face_name(name): (name, parameter) for name, parameter in self._trained()}
-        pieces = {plain: self._written(*named) for plain, named in held.items()}
+        written = {plain: self._written(*named) for plain, named in held.items()}
 
         def read(kind: str, plain: str) -> Tensor:
-            parameter, piece = held[plain][1], pieces[plain]
+            parameter, piece = held[plain][1], written[plain]
             start, _ = self._range(parameter)
             return self._own(parameter, kind)[piece.start - start : piece.stop - start]
 
         step = int(self._moments[0]["step"])
-        states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), step, read)
+        pieces = {(kind, plain): piece for plain, piece in written.items() for kind in (states.WEIGHT, *MOMENTS)}
+        states.write(directory, dist.get_rank(), pieces, step, read)
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:

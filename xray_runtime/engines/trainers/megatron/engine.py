@@ -140,21 +140,22 @@ class MegatronEngine(Scorer):
     def save(self, directory: Path) -> None:
         # Data-parallel ranks, which hold the same, divide it, and so do peers what they all hold whole.
         data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        pieces, sources = {}, {}
+        written, sources = {}, {}
         for name in self._owned():
             for number, (plain, piece) in enumerate(self._slices(name)):
                 if self._fused[name].dim is None:
                     piece = states.share(piece, self._tensor_rank, self._peers.size())
-                pieces[plain], sources[plain] = states.share(piece, data_rank, data_size), (name, number)
+                written[plain], sources[plain] = states.share(piece, data_rank, data_size), (name, number)
 
         def read(kind: str, plain: str) -> Tensor:
-            (name, number), piece = sources[plain], pieces[plain]
+            (name, number), piece = sources[plain], written[plain]
             updates, parameter = self._updates, self._parameters[name]
             part = updates.value(parameter) if kind == states.WEIGHT else updates.moment(parameter, kind)
             slices = self._fused[name].split(part, self._tensor_rank, self._peers.size())
             return slices[number].flatten()[piece.start : piece.stop]
 
-        states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), self._num_steps, read)
+        pieces = {(kind, plain): piece for plain, piece in written.items() for kind in (states.WEIGHT, *MOMENTS)}
+        states.write(directory, dist.get_rank(), pieces, self._num_steps, read)
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:

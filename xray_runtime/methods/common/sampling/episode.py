@@ -153,6 +153,11 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     )
 
 
+def purpose_of(round: int) -> str:
+    """The purpose that seeds a rollout: round 0 is an iteration's first, round r the r-th of replacement prompts."""
+    return f"resample-{round - 1}" if round else "sample"
+
+
 def rollout_name(purpose: str, number: int, version: int | None) -> str:
     """Name of one call of `sample`. Versions are answered separately, even if their replies are the same."""
     return "-".join(str(part) for part in (purpose, number, version) if part is not None)

@@ -1,18 +1,15 @@
-"""NaN and infinite numbers: which stage and step they occur in, and how many steps may be skipped because of them.
+"""NaN and infinite numbers: which stage and step they occur in.
 
-An engine skips an optimizer step with a non-finite loss or gradient on all ranks, before it changes any weight
-(`Engine.step`); this module decides whether the stage continues. Non-finite scores always fail the stage: a WholeModel
-rejects them, and `naming` adds the step to the error.
+Non-finite scores always fail the stage: a WholeModel rejects them, and `naming` adds the step to the error. Optimizer
+steps may be skipped (`steps.SkippedSteps`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +17,8 @@ from xray_runtime.data.ragged import non_finite
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import ReplyBatch
     from xray_runtime.engines.sampling import Sampling
-    from xray_runtime.methods.common.training.steps import StepStatistics
 
 log = logging.getLogger(__name__)
 
@@ -41,40 +36,6 @@ def naming(where: str) -> Iterator[None]:
         if isinstance(cause, NonFiniteError) and not str(cause).startswith(where):
             raise NonFiniteError(f"{where}: {cause}") from error
         raise
-
-
-@dataclass
-class SkippedSteps:
-    """Optimizer steps of a stage that were skipped."""
-
-    count: int = 0
-
-    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
-        """Whether the optimizer of `role` took this step; False: its engine skipped it.
-
-        Raises:
-            NonFiniteError: more than `max_skipped_steps` were skipped.
-        """
-        wrong = next(statistics.non_finite(), None)
-        if wrong is None and math.isfinite(statistics.grad_norm):
-            return True
-        self.count += 1
-        if wrong is not None:
-            rank = f" on rank {statistics.refused_by}" if statistics.refused_by is not None else ""
-            cause = f"{wrong[0]} is {wrong[1]}{rank}"
-        else:
-            cause = f"its gradient's norm is {statistics.grad_norm}, while its loss is finite on every rank"
-        allowed = stage.config.max_skipped_steps
-        text = f"{stage.name}, optimizer step {step}: {role!r} skipped it, because {cause}"
-        if self.count > allowed:
-            raise NonFiniteError(f"{text} (skipped steps: {self.count}; max_skipped_steps = {allowed})")
-        log.warning("%s (skipped steps: %d; max_skipped_steps = %d)", text, self.count, allowed)
-        return False
-
-    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The finite metrics of a step, with the number of skipped steps."""
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        return finite | {"training/skipped_steps": float(self.count)}
 
 
 def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> None:

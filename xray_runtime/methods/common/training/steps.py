@@ -1,41 +1,37 @@
-"""Input and output of an optimizer step besides its rows: counts and sums over the whole step, all micro-batches and
-ranks.
+"""Optimizer steps, and their answers: sums over the whole step, all micro-batches and ranks.
 
-`StepTotals.to_wire` makes what `WholeModel.train` takes, `read_step` reads its answer. Each objective has one dataclass
-of sums, in units of one row or token.
+Each objective has one dataclass of sums, in units of one row or token.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.cluster.protocols import ModelHandle, get_all
+from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.kernel.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from xray_runtime.data.batch import StepAnswer
+    from xray_runtime.cluster.stage import Stage
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="DataclassInstance")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Divisors of the losses, and values shared by all rows; each objective uses some of them."""
+class TrainingRows(Protocol):
+    """Rows to train on, by number."""
 
-    tokens: float | None = None
-    """Number of response tokens."""
-    rows: float | None = None
-    pairs: float | None = None
-    kl_coef: float | None = None
-    """Weight of the KL in the loss."""
-    baseline: float | None = None
-    """KTO's z."""
-
-    def to_wire(self) -> dict[str, float]:
-        """The fields that are not None."""
-        return {name: float(value) for name, value in asdict(self).items() if value is not None}
+    def take(self, rows: np.ndarray) -> TextBatch: ...
 
 
 @dataclass(frozen=True)
@@ -120,3 +116,99 @@ def read_step(kind: type[S], answer: StepAnswer) -> StepStatistics[S]:
         None if refused is None else int(refused),
         sums.get("computed_tokens", 0.0),
     )
+
+
+@dataclass
+class SkippedSteps:
+    """Optimizer steps of a stage that were skipped.
+
+    An engine skips a step with a non-finite loss or gradient on all ranks, before it changes any weight
+    (`Engine.step`); here it is decided whether the stage continues.
+    """
+
+    count: int = 0
+
+    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
+        """Whether the optimizer of `role` took this step; False: its engine skipped it.
+
+        Raises:
+            NonFiniteError: more than `max_skipped_steps` were skipped.
+        """
+        wrong = next(statistics.non_finite(), None)
+        if wrong is None and math.isfinite(statistics.grad_norm):
+            return True
+        self.count += 1
+        if wrong is not None:
+            rank = f" on rank {statistics.refused_by}" if statistics.refused_by is not None else ""
+            cause = f"{wrong[0]} is {wrong[1]}{rank}"
+        else:
+            cause = f"its gradient's norm is {statistics.grad_norm}, while its loss is finite on every rank"
+        allowed = stage.config.max_skipped_steps
+        text = f"{stage.name}, optimizer step {step}: {role!r} skipped it, because {cause}"
+        if self.count > allowed:
+            raise NonFiniteError(f"{text} (skipped steps: {self.count}; max_skipped_steps = {allowed})")
+        log.warning("%s (skipped steps: %d; max_skipped_steps = %d)", text, self.count, allowed)
+        return False
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The finite metrics of a step, with the number of skipped steps."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        return finite | {"training/skipped_steps": float(self.count)}
+
+
+@dataclass(frozen=True)
+class Learning(Generic[S]):
+    """A model that a stage trains."""
+
+    role: str
+    model: ModelHandle
+    sums: type[S]
+    """Of its objective."""
+    peak: float | None = None
+    """Peak learning rate; None: the config's."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of each of a stage's models on the same rows."""
+
+    lr: float
+    """Of the first model."""
+    results: list[StepStatistics[Any]]
+    """In the order of the models."""
+    columns: Scores
+    """Given back by the first model."""
+    taken: bool
+    """False: a model skipped it."""
+
+
+class Stepper:
+    """Takes a stage's optimizer steps, of which there are `steps`; `skipped` counts those that a model skips."""
+
+    def __init__(
+        self, stage: Stage[Any, Any], models: Sequence[Learning[Any]], steps: int, skipped: SkippedSteps
+    ) -> None:
+        self._stage, self._models, self._steps, self._skipped = stage, models, steps, skipped
+
+    def step(self, number: int, rows: TextBatch, totals: StepTotals, at_once: int = 0) -> Step:
+        """Step `number`, from 0, of all models at the same time.
+
+        Args:
+            at_once: models besides these that work at the same time.
+
+        Raises:
+            NonFiniteError: a model skipped more steps than `max_skipped_steps`.
+        """
+        rates = [learning_rate(self._stage.config, number, self._steps, peak=each.peak) for each in self._models]
+        share = len(self._models) + at_once
+        calls = [
+            each.model.train.remote(rows, totals, rate, share) for each, rate in zip(self._models, rates, strict=True)
+        ]
+        answers = get_all(calls)
+        results = [read_step(each.sums, answer) for each, answer in zip(self._models, answers, strict=True)]
+        # Each model steps or skips on its own, so all are counted.
+        taken = [
+            self._skipped.check_step(self._stage, each.role, number, result)
+            for each, result in zip(self._models, results, strict=True)
+        ]
+        return Step(rates[0], results, answers[0].scores, all(taken))

@@ -13,16 +13,16 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
-from xray_runtime.engines.layouts import with_precision
 from xray_runtime.kernel.store.derived import Derived
 from xray_runtime.methods.common.training.computed import computed_key
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.models.weight_files import trunk_digest
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ MAX_BYTES = 16 * 2**30
 CHUNK_BYTES = 64 * 2**20
 """Approximate size of the states computed at a time."""
 CHUNK_ROWS = 4096
-
-
-class TrainingRows(Protocol):
-    def take(self, rows: np.ndarray) -> TextBatch: ...
 
 
 class TrunkStates:
@@ -65,7 +61,7 @@ class TrunkStates:
         config: TrainingConfig = stage.config
         self._rows, self._used, self._recorder = rows, used, recorder
         self._file: BinaryIO | None = None
-        precision = with_precision(config.engine, stage.runtime.device).precision
+        precision = config.engine.resolved(stage.runtime.device).precision
         self._dtype = np.dtype(np.uint16 if precision == "bfloat16" else np.float32)
         self._replicas = config.engine.data_parallel
         self._keeps = False
@@ -101,6 +97,15 @@ class TrunkStates:
             path = self._derived.make(self._name, lambda path: self._write(path, model))
             # Read, not mapped: mapped pages would count as this process's memory.
             self._file = path.open("rb", buffering=0)
+
+    def computed(self, model: ModelHandle) -> TrainingRows:
+        """The rows with their states, which are computed first if necessary; the rows alone if none are kept."""
+        self.compute(model)
+        return self if self._keeps else self._rows
+
+    def take(self, rows: np.ndarray) -> TextBatch:
+        """These rows, with their states."""
+        return self._rows.take(rows).with_columns(**self.columns(rows))
 
     def columns(self, rows: Sequence[int] | np.ndarray) -> dict[str, Ragged]:
         """The state columns of these rows; empty if states are not kept."""

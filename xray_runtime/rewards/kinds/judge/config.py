@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.kernel.config.section import Count, NonNegative
-from xray_runtime.rewards.kinds._remote import Address, RemoteConfig
+from xray_runtime.kernel.config.sources import Address
+from xray_runtime.rewards.kinds._remote import RemoteConfig
 from xray_runtime.rewards.term import Column
 
 

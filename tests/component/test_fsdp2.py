@@ -1,0 +1,224 @@
+"""FSDP2 as a training engine on gloo, and Muon. `test_layouts` has what every layout must do."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of
+from benchmarks.ranks import run_ranks
+from tests.component.layouts import part, same
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.micro_batches import as_tensors
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.data.batch import StepTotals, TextBatch
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.objectives import training_loss
+
+NUM_UPDATES = 3
+FSDP2: dict[str, Any] = {"library": "fsdp2", "num_workhorses": 2}
+MUON = FSDP2 | {"optimizer": "muon"}
+
+
+@pytest.fixture(scope="module")
+def batches(tiny_model: Path) -> list[TextBatch]:
+    return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
+
+
+def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
+    """Weights after the same updates by torch's AdamW, of whole batches in one pass, in float64."""
+    module = HeadedLM(load_model(model), scalar_head=True).double().eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
+    for number in range(NUM_UPDATES):
+        rows = as_tensors(batches[number % len(batches)])
+        loss, _, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
+        optimizer.step()
+    return {name.removeprefix("lm."): p.detach().numpy() for name, p in module.named_parameters()}
+
+
+def test_it_is_as_near_to_float64_as_zero_3(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
+    """Packed rows whose prompts are shared, with a value head beside the policy."""
+    exact = in_float64(tiny_model, batches)
+
+    def error(layout: dict[str, Any]) -> float:
+        weights = run_layout(spec_of(tiny_model, layout, 32), batches, NUM_UPDATES, tmp_path).weights
+        assert weights.keys() == exact.keys()
+        return max(float(np.linalg.norm(weights[n] - w) / np.linalg.norm(w)) for n, w in exact.items())
+
+    zero_3, fsdp2 = error({"zero_stage": 3, "num_workhorses": 2}), error(FSDP2)
+    assert zero_3 < 2e-6
+    assert fsdp2 < 2e-6
+
+
+def with_adapters(spec: ModelSpec, other: Path) -> ModelSpec:
+    assert spec.training is not None
+    return replace(spec, training=spec.training.model_copy(update={"lora": LoRAConfig(rank=4, alpha=16.0)}))
+
+
+def above_a_trunk(spec: ModelSpec, other: Path) -> ModelSpec:
+    """Its upper layer learns; the reference, above the same trunk, has another one."""
+    weights = load_file(spec.directory / "model.safetensors")
+    shutil.copytree(spec.directory, other, dirs_exist_ok=True)
+    changed = {n: t * 1.5 for n, t in weights.items() if n.startswith(("model.layers.1.", "model.norm."))}
+    save_file(weights | changed, other / "model.safetensors", {"format": "pt"})
+    return replace(spec, trainable_layers=1, branches={"reference": BranchSpec(other)})
+
+
+def scored(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], place: Path) -> Any:
+    """Three updates, scores of what is learnt then, and a snapshot after two."""
+    part(learner, deal, batches, range(2), None, place)
+    done = part(learner, deal, batches, range(2, 3), None, None)
+    rows = TextBatch.of_columns(batches[0].pick("input_ids", "prompt_lengths")).with_columns(id=np.arange(9))
+    scores = learner.score(deal(rows))
+    ragged = scores.pick("logprobs", "ref_logprobs", "values")
+    return done | {"scores": {name: values.values for name, values in ragged.items() if isinstance(values, Ragged)}}
+
+
+@pytest.mark.parametrize("change", [with_adapters, above_a_trunk])
+def test_adapters_and_upper_layers_learn_as_in_one_process(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, change: Callable[[ModelSpec, Path], ModelSpec]
+) -> None:
+    """At level 2 weights are still gathered after the scores, and the next step must not use them."""
+    runs = []
+    for layout in ({}, FSDP2 | {"zero_stage": 2, "num_workhorses": 3, "activation_checkpointing": True}):
+        spec = change(spec_of(tiny_model, layout, 32), tmp_path / "other")
+        place = tmp_path / str(len(runs))
+        ranks = run_ranks(spec, tmp_path, scored, batches, place)
+        runs.append((collect(spec, ranks), ranks))
+        names = {name.partition("/")[2] for file in place.glob("*.safetensors") for name in load_file(file)}
+        assert names
+        assert all("lora_" in n or "layers.1." in n or n.startswith(("scalar.", "model.norm.")) for n in names)
+        again = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, 3), place, None))
+        assert all(np.array_equal(again.weights[name], whole) for name, whole in runs[-1][0].weights.items())
+    (alone, [whole]), (run, ranks) = runs
+    same(run, alone)
+    assert len(whole["scores"]) == 2 + (change is above_a_trunk)
+    for name, values in whole["scores"].items():
+        dealt = np.sort(np.concatenate([rank["scores"][name] for rank in ranks]))
+        np.testing.assert_allclose(dealt, np.sort(values), atol=1e-5)
+
+
+def test_bfloat16_passes_step_float32_weights(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
+    """As those of ZeRO: gradients are summed in float32, and what is published are the weights that are stepped."""
+    layouts = ({"zero_stage": 1, "num_workhorses": 2}, FSDP2)
+    zero, fsdp2 = (
+        run_layout(spec_of(tiny_model, layout | {"precision": "bfloat16"}, 32), batches, NUM_UPDATES, tmp_path)
+        for layout in layouts
+    )
+    same(fsdp2, zero)
+    exported = [torch.from_numpy(whole) for whole in fsdp2.weights.values() if whole.ndim > 1]
+    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in exported)
+
+
+def mixture(directory: Path, tiny_model: Path) -> Path:
+    """A mixture of experts with a loss of its own, an output layer of its own and uneven rows on two ranks."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=321, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=3, num_experts_per_tok=2,
+        max_position_embeddings=64, output_router_logits=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    save_model(transformers.Qwen3MoeForCausalLM(config), load_tokenizer(tiny_model), directory)
+    return directory
+
+
+def balanced(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch]) -> Any:
+    """Steps on the loss of a rollout and on that of the model's own."""
+    assert learner.engine is not None
+    for rows in batches:
+        totals = {"tokens": float(rows.num_response_tokens()), "step_rows": float(len(rows))}
+        learner.train(deal(rows), totals, CONFIG.lr)
+    return {name: tensor.numpy().copy() for name, tensor in learner.engine.weights()}
+
+
+def test_a_mixture_of_experts_learns_as_under_zero(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
+    """Of the same micro-batches, since the model's own loss is one of each."""
+    model = mixture(tmp_path / "mixture", tiny_model)
+    layouts = ({"zero_stage": 2, "num_workhorses": 2}, FSDP2)
+    [zero, _], [fsdp2, _] = (run_ranks(spec_of(model, each, 32), tmp_path, balanced, batches) for each in layouts)
+    assert any("experts" in name for name in zero)
+    for name, whole in zero.items():
+        assert np.linalg.norm(fsdp2[name] - whole) < 5e-5 * np.linalg.norm(whole), name
+
+
+@pytest.fixture(scope="module")
+def muon_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_layout(
+        spec_of(tiny_model, MUON | {"num_workhorses": 1}), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs")
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_muon_steps_whole_matrices_however_they_are_sharded(
+    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
+) -> None:
+    spec = spec_of(tiny_model, MUON | {"num_workhorses": ranks}, 32)
+    same(run_layout(spec, batches, NUM_UPDATES, tmp_path), muon_alone)
+
+
+def test_muon_is_torchs_and_steps_hidden_matrices_alone(
+    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own, which is made to orthogonalize in float32 as well, beside torch's AdamW."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    module = HeadedLM(load_model(tiny_model), scalar_head=True).eval()
+    named = dict(module.named_parameters())
+    hidden = [p for name, p in named.items() if "layers." in name and p.dim() == 2]
+    others = [p for p in named.values() if not any(p is matrix for matrix in hidden)]
+    muon = torch.optim.Muon(hidden, lr=CONFIG.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
+    for number in range(NUM_UPDATES):
+        rows = as_tensors(batches[number % len(batches)])
+        loss, _, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
+        module.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
+        muon.step()
+        adamw.step()
+    for name, parameter in named.items():
+        expected, found = parameter.detach().numpy(), muon_alone.weights[name.removeprefix("lm.")]
+        assert np.linalg.norm(found - expected) < 5e-5 * np.linalg.norm(expected), name
+
+
+def test_muon_goes_on_on_other_ranks_and_to_the_bit_on_the_same(
+    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path
+) -> None:
+    spec, place = spec_of(tiny_model, MUON, 32), tmp_path / "snapshot"
+    whole = collect(spec, run_ranks(spec, tmp_path, part, batches, range(NUM_UPDATES), None, None))
+    run_ranks(spec, tmp_path, part, batches, range(2), None, place)
+    resumed = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, NUM_UPDATES), place, None))
+    assert all(np.array_equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
+    other = spec_of(tiny_model, MUON | {"num_workhorses": 3}, 32)
+    moved = collect(other, run_ranks(other, tmp_path, part, batches, range(2, NUM_UPDATES), place, None))
+    assert differences(Run(muon_alone.losses, muon_alone.norms, moved.weights, [], 0.0), muon_alone)[2] < 5e-5
+    kinds = {name.partition("/")[0] for file in place.glob("*.safetensors") for name in load_file(file)}
+    assert kinds == {"weight", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    with pytest.raises(RuntimeError, match="the snapshot has no exp_avg/"):
+        run_ranks(spec_of(tiny_model, FSDP2), tmp_path, part, batches, range(0), place, None)
+
+
+def test_muon_is_refused_where_hidden_matrices_are_unknown(tiny_model: Path, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=320, n_layer=1, n_embd=32, n_head=1, n_positions=64)
+    save_model(transformers.GPT2LMHeadModel(config), load_tokenizer(tiny_model), tmp_path / "model")
+    with pytest.raises(RuntimeError, match=r"engine\.optimizer: 'muon' is not allowed: a GPT2LMHeadModel"):
+        run_ranks(spec_of(tmp_path / "model", MUON | {"num_workhorses": 1}), tmp_path, part, [], range(0), None, None)

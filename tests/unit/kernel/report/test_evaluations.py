@@ -1,0 +1,63 @@
+"""All that was measured of a graph's policies in one table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trust.synthetic import Lifecycle
+from xray_runtime.kernel.report.evaluations import Measured, Number, as_json, figure, measured, side_by_side
+from xray_runtime.methods.benchmark.kind import BENCHMARK
+from xray_runtime.methods.evaluate.kind import EVALUATE
+
+
+def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:
+    found = [
+        Measured("ppl-sft", "a" * 64, "1", {"perplexity": Number(9.0, 8.0, 10.0)}),
+        Measured("ppl-ppo", "b" * 64, "1", {"perplexity": Number(7.0, 6.5, 7.5)}),
+        Measured("maths", "b" * 64, "2", {"pass_at_1": Number(0.25)}),
+        Measured("code", "b" * 64, "3", {"pass_at_1": Number(0.5)}),
+    ]
+    table = side_by_side(found, {"a" * 64: "sft"})
+    assert table.columns == ["perplexity", "pass_at_1, maths", "pass_at_1, code"]
+    assert table.cells() == [["sft", "9 (8 to 10)", "", ""], ["b" * 12, "7 (6.5 to 7.5)", "0.25", "0.5"]]
+    assert as_json(table)["rows"][0] == {"policy": "sft", "numbers": [[9.0, 8.0, 10.0], None, None]}
+    drawn = figure(table)
+    assert drawn is not None
+    [panel] = drawn.axes  # only perplexity is of more than one policy
+    assert panel.get_title(loc="left") == "perplexity"
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"] == [9.0, 7.0]
+    assert figure(side_by_side(found[:1], {})) is None
+
+
+def test_names_of_policies_stay_apart() -> None:
+    names = {f"{number:064}": f"a-stage-with-a-rather-long-name-{number}" for number in range(40)}
+    found = [Measured("ppl", sha, "1", {"perplexity": Number(9.0, 8.0, 10.0)}) for sha in names]
+    drawn = figure(side_by_side(found, names))
+    assert drawn is not None
+    drawn.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawn.axes[0].get_yticklabels()]
+    assert len(boxes) == 40
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 for box in boxes)
+
+
+def test_equal_measurements_share_a_column(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+
+    def add(stage: str, policy: str, seed: int, nll: float) -> Measured:
+        content = {"suite": "perplexity", "samples": 8, "nll": nll, "nll_ci95": [nll - 1, nll + 1]}
+        roles = {"policy": policy, "prompts": "prepare"}
+        files = {"benchmark.json": json.dumps(content).encode()}
+        return measured(BENCHMARK, life.add(stage, "benchmark", files, roles, {"suite": "perplexity"}, seed).path)
+
+    first, second, other = add("one", "sft", 0, 3.0), add("two", "ppo-2", 0, 2.0), add("three", "ppo-2", 1, 2.5)
+    assert first.numbers == {"nll": Number(3.0, 2.0, 4.0)}
+    assert first.way == second.way != other.way
+    judged = measured(EVALUATE, life.done["evaluate"].path)
+    assert judged.policy == second.policy == life.done["ppo-2"].sha256
+    assert judged.numbers["win_rate by gold"] == Number(0.6, pytest.approx(0.4), pytest.approx(0.8))
+    assert "win_rate" not in judged.numbers

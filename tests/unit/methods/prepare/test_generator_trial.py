@@ -1,0 +1,123 @@
+"""The generator is asked at `base`: what it refuses or computes otherwise is refused before anything is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.health import WorkhorseError
+from xray_runtime.cluster.protocols import Ready
+from xray_runtime.data.batch import ReplyBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.base.config import HubBase
+from xray_runtime.methods.base.generator_trial import check_sampled
+from xray_runtime.models.family import family_of
+
+REPLY = [7, 30, 11]
+
+
+@pytest.fixture
+def out(tmp_path: Path, tiny_tokenizer: Any) -> Path:
+    """A small model of a family that was never tried."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.HeliumConfig(
+        **sizes, num_key_value_heads=2, head_dim=16, vocab_size=300, max_position_embeddings=32, pad_token_id=0
+    )
+    torch.manual_seed(4)
+    transformers.HeliumForCausalLM(config).save_pretrained(tmp_path / "out")
+    return tmp_path / "out"
+
+
+class Generator:
+    """Answers with `REPLY`, and with log-probabilities of transformers that are `off_by` too high."""
+
+    def __init__(self, directory: Path, off_by: float) -> None:
+        self._lm = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._off_by, self.generate = off_by, SimpleNamespace(remote=self._generate)
+
+    def _generate(self, rows: TextBatch, sampling: Sampling, version: int) -> Ready[TextBatch]:
+        found = []
+        for prompt in rows.input_ids:
+            with torch.no_grad():
+                logits = self._lm(input_ids=torch.tensor([[*prompt.tolist(), *REPLY]])).logits[0]
+            logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(REPLY)[:, None])[:, 0]
+            found.append(logprobs.numpy() + np.float32(self._off_by))
+        count = len(found)
+        return Ready(ReplyBatch(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
+
+
+Opened = Callable[[dict[str, Any]], Any]
+
+
+def trial(out: Path, open_models: Opened, **generator: Any) -> None:
+    config = HubBase(model="org/model", generator=GeneratorConfig(**generator))
+    stage: Any = SimpleNamespace(
+        name="base", seed=7, config=config, runtime=RuntimeConfig(device="cpu"), open_models=open_models
+    )
+    check_sampled(stage, out, (1,), 0)
+
+
+def opening(off_by: float = 0.0, error: Exception | None = None) -> Opened:
+    @contextlib.contextmanager
+    def open_models(specs: dict[str, GeneratorSpec]) -> Iterator[dict[str, Any]]:
+        assert specs["generator"].max_length == 32
+        if error is not None:
+            raise error
+        yield {"generator": Generator(specs["generator"].directory, off_by)}
+
+    return open_models
+
+
+def test_a_generator_that_computes_the_model_passes(out: Path) -> None:
+    trial(out, opening(1e-6))
+
+
+@pytest.mark.parametrize(
+    ("off_by", "error", "reason"),
+    [
+        (0.02, None, "its log-probabilities differ from transformers' by 0.02 nats a token (at most 0.0001)"),
+        (float("nan"), None, "differ from transformers' by nan nats"),
+        (0.0, AssertionError("Chunked prefill is required\nfor mamba"), "it fails (AssertionError: Chunked prefill is"),
+        (0.0, ValueError("Model architectures ['Own'] are not supported"), "it fails (ValueError: Model architectures"),
+        (0.0, NotImplementedError(), "it fails (NotImplementedError: NotImplementedError)"),
+    ],
+)
+def test_a_generator_that_does_not_is_refused_in_one_line(
+    out: Path, off_by: float, error: Exception | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^base\.generator: vllm is not allowed for 'org/model': ") as caught:
+        trial(out, opening(off_by, error))
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith("; set generator.engine to 'deepspeed' or 'transformers'")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [WorkhorseError("died"), MemoryError("out of memory")])
+def test_errors_that_say_nothing_about_the_model_pass(out: Path, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        trial(out, opening(error=error))
+
+
+def test_known_families_and_other_engines_cost_nothing(out: Path) -> None:
+    def never(specs: Any) -> Any:
+        pytest.fail("opened")
+
+    trial(out, never, engine="transformers")
+    content = json.loads((out / "config.json").read_text())
+    for family in ("llama", "qwen3_moe"):
+        assert "vllm" in family_of(family).tried
+        (out / "config.json").write_text(json.dumps(content | {"model_type": family}))
+        trial(out, never)

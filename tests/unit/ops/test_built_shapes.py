@@ -1,0 +1,57 @@
+"""Shapes counted from what transformers builds: published sizes of many families, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.ops.published_configs import PUBLISHED
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.models.shapes import ModelShape
+from xray_runtime.ops.planner.memory import Layout, training_memory
+
+
+def shape_of(config: dict[str, Any], directory: Path) -> ModelShape:
+    (directory / "config.json").write_text(json.dumps(config))
+    return from_pretrained(PretrainedBase(model=str(directory)))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_parameter_of_a_published_model_is_counted(name: str, tmp_path: Path) -> None:
+    parameters, config = PUBLISHED[name]
+    shape = shape_of(config, tmp_path)
+    assert shape.num_parameters == parameters
+    # The planner's own sums over layers and embeddings have them all.
+    weights = training_memory(shape, 4, Layout(), tokens=1, positions=0).weights
+    assert weights == 4 * parameters
+    assert shape.max_positions in (*config.values(), 2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "transformers has no causal language model for this kind of config"),
+        ({"model_type": "smolvlm"}, "transformers has no causal language model for this kind of config"),
+        ({"model_type": "mistral3"}, "transformers has no causal language model for this kind of config"),
+        ({"model_type": "mixtral", "num_hidden_layers": 2}, "a 'mixtral' model has experts"),
+        ({"model_type": "ernie4_5_moe", "num_hidden_layers": 2}, "a 'ernie4_5_moe' model has experts"),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 2}, "a 'qwen3_moe' model has experts"),
+        ({"model_type": "granitemoe", "num_hidden_layers": 2}, "a 'granitemoe' model has experts"),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 4}, "a 'deepseek_v3' model has experts"),
+        ({"model_type": "nobody-knows"}, "does not recognize this architecture"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "cannot be planned"),
+        ({}, "Unrecognized model"),
+        ({"model_type": "mamba", "num_hidden_layers": 2}, "does not support an attention implementation"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)
+def test_models_of_unknown_size_are_refused_in_one_line(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^base\.model: '.*' cannot be planned \(") as caught:
+        shape_of(config, tmp_path)
+    assert message in str(caught.value)
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 320
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,24 @@
+"""One synthetic lifecycle, copied for every case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trust.synthetic import Lifecycle, copied
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("untouched") / "run"
+    Lifecycle(output).whole()
+    return output
+
+
+@pytest.fixture
+def fresh(untouched: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of the untouched output under a name of one's own."""
+
+    return lambda name="run": copied(untouched, tmp_path / name)

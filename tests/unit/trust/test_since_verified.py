@@ -1,0 +1,268 @@
+"""An audit since the last: it reads what changed, says what it left out, and trusts no record but its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.trust.commands import xray
+from tests.unit.trust.synthetic import Lifecycle
+from tests.unit.trust.tampering import FAULTS, payload_of, rotated, signed, with_payload
+from xray_runtime.kernel.evidence.envelope import Verifier, new_private_key
+from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit import verified
+from xray_runtime.trust.audit.checkpoints import Audit, audit
+from xray_runtime.trust.audit.checks import checkpoints
+from xray_runtime.trust.audit.verified import RECORD
+from xray_runtime.trust.keys import rotate
+from xray_runtime.trust.log import decide
+from xray_runtime.trust.retention import plan_prune, prune
+
+SEEN = {"file-changed", "signature-foreign", "key-exposed", "checkpoint-missing", "file-unsigned"}
+"""Codes of the faults that are put in after an audit."""
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a test has just made count as settled."""
+    monkeypatch.setattr(verified, "SETTLED_S", 0.0)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Checkpoints inspected, and envelopes checked that have no time: the record, and the end of the log."""
+    done: list[str] = []
+    inspect, check = checkpoints.inspect, Verifier.check
+
+    def inspected(directory: Path, *arguments: Any, **options: Any) -> Any:
+        done.append(directory.name)
+        return inspect(directory, *arguments, **options)
+
+    def checked(self: Verifier, envelope: Any, made: str | None = None) -> str:
+        if made is None:
+            done.append(json.loads(envelope.payload)["predicateType"])
+        return check(self, envelope, made)
+
+    monkeypatch.setattr(checkpoints, "inspect", inspected)
+    monkeypatch.setattr(Verifier, "check", checked)
+    return done
+
+
+def since(output: Path, public: Path | None = None) -> Audit:
+    return audit(open_lineage_store(output, None), public=public, since_verified=True)
+
+
+def codes(result: Audit) -> set[str]:
+    return {finding.code for finding in result.findings if finding.is_broken}
+
+
+def flip_unseen(path: Path) -> None:
+    """Change a file's bytes, and set its time back."""
+    found = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+
+def test_unchanged_checkpoints_are_not_read_again(fresh: Callable[[], Path], work: list[str]) -> None:
+    output = fresh()
+    first = since(output)
+    assert first.is_sound
+    assert first.notes == ["everything was read: nothing was verified before"]
+    work.clear()
+    second = since(output)
+    assert second.is_sound
+    assert (second.unchanged, second.checkpoints) == (8, 8)
+    assert work == ["urn:xray:verified:v1", "urn:xray:log-end:v1"]
+    (note,) = second.notes
+    assert note.startswith("8 of 8 checkpoints are unchanged in size, inode and times")
+
+    lifecycle = Lifecycle(output).whole()
+    new = lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "prompts": "prepare"})
+    decide(output, action="decline", checkpoint=new.sha256)
+    work.clear()
+    third = since(output)
+    assert third.is_sound
+    assert (third.unchanged, third.checkpoints) == (7, 9)
+    # The model card of the policy was written again.
+    assert {name.partition("-0")[0].rpartition("-")[0] or name for name in work} >= {"ppo-3", "ppo-2"}
+    assert sum("urn:" not in name for name in work) == 2
+    work.clear()
+    assert since(output).unchanged == 9
+    assert audit(open_lineage_store(output, None)).unchanged == 0
+
+
+@pytest.mark.parametrize("name", [name for name, (_, code) in FAULTS.items() if code in SEEN])
+def test_tampering_since_the_last_audit_is_found(name: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    before = (output / RECORD).read_bytes()
+    FAULTS[name][0](output)
+    result = since(output)
+    assert codes(result)
+    assert codes(result) == codes(audit(open_lineage_store(output, None)))
+    # What is not sound is not recorded.
+    assert (output / RECORD).read_bytes() == before
+    assert any("nothing is recorded" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("pattern", ["model.safetensors", "manifest.json", "attestation/statement.json", "README.md"])
+def test_a_file_with_its_time_set_back_is_read(pattern: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    flip_unseen(next(output.glob(f"checkpoints/sft-*/{pattern}")))
+    result = since(output)
+    assert codes(result) == codes(audit(open_lineage_store(output, None))) != set()
+
+
+def test_a_log_with_its_time_set_back_is_read(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    flip_unseen(output / LOG)
+    assert "log-broken" in codes(since(output))
+
+
+def test_recently_changed_files_are_read_again(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "SETTLED_S", 1000.0)
+    output = fresh()
+    since(output)
+    result = since(output)
+    assert result.unchanged == 0
+    assert result.is_sound
+
+
+def _rewritten(output: Path, key: bytes | None = None) -> None:
+    """Other states in the record; signed with `key`, else under the signature it had."""
+    line = (output / RECORD).read_bytes()
+    content = payload_of(line)
+    for entry in content["predicate"]["checkpoints"].values():
+        entry[1] = "0" * 64
+    (output / RECORD).write_bytes(with_payload(line, content) if key is None else signed(content, key))
+
+
+def _a_pipe(output: Path) -> None:
+    (output / RECORD).unlink()
+    os.mkfifo(output / RECORD)
+
+
+def _a_link(output: Path) -> None:
+    shutil.move(output / RECORD, output / "elsewhere")
+    (output / RECORD).symlink_to(output / "elsewhere")
+
+
+RECORDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (lambda output: (output / RECORD).unlink(), "nothing was verified before"),
+    "not signed": (lambda output: (output / RECORD).write_text(json.dumps({"payload": ""})), "cannot be read"),
+    "rewritten": (_rewritten, ""),
+    "empty": (lambda output: (output / RECORD).write_bytes(b""), ""),
+    "a pipe": (_a_pipe, "not a file"),
+    "a link": (_a_link, "a link"),
+    "nonsense": (lambda output: (output / RECORD).write_text("[]"), "the signature cannot be read"),
+    "signed by a stranger": (lambda output: _rewritten(output, new_private_key()), "another key"),
+    "signed with a retired key": (lambda output: _rewritten(output, rotated(output)), "retired"),
+    "a signed entry of the log": (
+        lambda output: (output / RECORD).write_bytes((output / LOG).read_bytes().splitlines()[0]),
+        "not written by an audit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_does_not_count_leaves_nothing_out(name: str, fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert since(output).is_sound
+    change, reason = RECORDS[name]
+    change(output)
+    # Of the same size, and its time set back: were the record believed, it could be missed.
+    flip_unseen(next(output.glob("checkpoints/sft-*/model.safetensors")))
+    result = since(output)
+    assert result.unchanged == 0
+    assert result.notes[0].startswith("everything was read: ")
+    assert reason in result.notes[0]
+    assert "file-changed" in codes(result)
+
+
+def test_a_record_of_another_directory_version_or_key_does_not_count(
+    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = fresh("run")
+    assert since(output).is_sound
+    other = Path(shutil.copytree(output, output.parent / "other"))
+    assert f"{RECORD} is of {output}" in since(other).notes[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(verified, "package_digest", lambda: "1" * 64)
+        assert "another version" in since(output).notes[0]
+    since(output)
+    rotate(output, by="a person", note="")
+    result = since(output)
+    assert (result.is_sound, result.unchanged) == (True, 0)
+    assert since(output).unchanged == 8
+
+
+def test_an_older_record_makes_it_read_more(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    since(output)
+    kept = (output / RECORD).read_bytes()
+    Lifecycle(output).add("late", "ppo", {"x": b"late"}, {})
+    since(output)
+    assert since(output).unchanged == 9
+    (output / RECORD).write_bytes(kept)
+    result = since(output)
+    assert (result.is_sound, result.unchanged) == (True, 8)
+
+
+def test_pruned_checkpoints_are_no_finding_and_removed_ones_are(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    lifecycle = Lifecycle(output, tracking=False)
+    lifecycle.done["sft"] = open_lineage_store(output, None).graph.nodes[_sha(output, "sft")].reference(None)
+    for name in ("trial", "other"):
+        lifecycle.add(name, "ppo", {"x": name.encode()}, {"policy": "sft"})
+    place = open_lineage_store(output, None)
+    alone = type(place)(output, place.graph, None)
+    assert audit(alone, since_verified=True).is_sound
+
+    def again() -> Audit:
+        return audit(type(place)(output, open_lineage_store(output, None).graph, None), since_verified=True)
+
+    prune(alone, plan_prune(alone, [place.graph.nodes[lifecycle.done["other"].sha256]]))
+    result = again()
+    assert result.is_sound
+    # What the pruned one was made from is looked at again.
+    assert (result.unchanged, result.checkpoints) == (8, 9)
+    shutil.rmtree(lifecycle.done["other"].path)
+    result = again()
+    assert codes(result) == {"checkpoint-missing"}
+
+
+def _sha(output: Path, stage: str) -> str:
+    return next(n.sha256 for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.stage == stage)
+
+
+def test_without_the_private_key_nothing_is_recorded(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    (output / "keys" / "signing.pem").unlink()
+    result = since(output)
+    assert result.is_sound
+    assert "private key" in result.notes[-1]
+    assert not (output / RECORD).exists()
+    assert not (output / "keys" / "signing.pem").exists()
+
+
+def test_the_command(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert xray("audit", "ppo-2", "--output", output, "--since-verified").exit_code == 2
+    assert xray("audit", "--all", "--output", output, "--since-verified", "--no-hash").exit_code == 2
+    assert xray("audit", "--all", "--output", output, "--since-verified").exit_code == 0
+    shown = xray("audit", "--all", "--output", output, "--since-verified")
+    assert shown.exit_code == 0
+    assert "were read again" in shown.output
+    assert "0 checkpoints read" in shown.output
+    flip_unseen(next(output.glob("checkpoints/sft-*/model.safetensors")))
+    assert xray("audit", "--all", "--output", output, "--since-verified").exit_code == 1

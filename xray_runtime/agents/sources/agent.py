@@ -1,0 +1,68 @@
+"""Episodes of an agent that calls the policy at an address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.agents.agent_episodes import AgentEpisodes, batch_line
+from xray_runtime.agents.agent_records import agent_examples, read_episodes
+from xray_runtime.agents.agent_replay import record_line
+from xray_runtime.agents.in_flight import GROUP, InFlightEpisodes
+from xray_runtime.data.ledger import ANSWERS, answered_iterations
+from xray_runtime.data.pairs import Example
+from xray_runtime.kernel.graph.artifacts import EPISODES
+from xray_runtime.kernel.store.manifest import LEDGER
+from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodeSource, SamplerSetup
+from xray_runtime.rewards.journal import Journal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.methods.common.training.prompts import UniquePrompts
+    from xray_runtime.methods.ppo.config import PPOConfig
+
+COLUMNS = ("row", "round", "version", ANSWERS)
+
+
+class AgentSource(EpisodeSource):
+    def open(self, setup: SamplerSetup) -> closing[AgentEpisodes]:
+        return closing(AgentEpisodes(setup))
+
+    def restore(self, checkpoint: Path, config: Any, last: int, journal: Journal) -> bool:
+        records = read_episodes(checkpoint / EPISODES)
+        lines = [record_line(*place, 0, record) for place, record in records.items()]
+        journal.write_entries(0, lines)
+        found = bool(lines)
+        for number, table in answered_iterations(checkpoint / LEDGER, last):
+            journal.write_entries(number, _lines(table, number, config))
+            found = True
+        return found
+
+    def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> InFlightEpisodes:
+        assert isinstance(episodes, AgentEpisodes)
+        return InFlightEpisodes(episodes, stage.config, prompts)
+
+    def examples(self, record: str, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
+        return agent_examples(json.loads(record), decode, name)
+
+
+def _lines(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, Any]]:
+    """Lines of the journal with the records of an iteration's episodes, and with which they are (`in_flight`)."""
+    lines, groups = [], dict[int, None]()
+    for row, attempt, version, text in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
+        record, place = json.loads(text), row - attempt * config.rollout_size
+        rollout = rollout_name(purpose_of(attempt), number, version)
+        if GROUP in record:
+            groups[record[GROUP]] = None
+            rollout, place = rollout_name(purpose_of(0), record[GROUP], None), row % config.samples_per_prompt
+        lines.append(record_line(rollout, place, number, record))
+    return [*lines, *([batch_line(number, list(groups))] if groups else [])]
+
+
+SOURCE = AgentSource()

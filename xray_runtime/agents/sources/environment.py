@@ -1,0 +1,63 @@
+"""Episodes with an environment that answers turn by turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xray_runtime.agents.environment_episodes import Episodes, answer_key
+from xray_runtime.agents.environments.pool import EnvironmentPool
+from xray_runtime.data.ledger import ANSWERS, answered_iterations
+from xray_runtime.data.tokenizing import turns
+from xray_runtime.kernel.store.manifest import LEDGER
+from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
+from xray_runtime.rewards.journal import Journal
+from xray_runtime.rewards.reward_sources import ENVIRONMENT
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from xray_runtime.methods.ppo.config import PPOConfig
+
+LOG = "environments.log"
+COLUMNS = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
+
+
+class EnvironmentSource(EpisodeSource):
+    @contextmanager
+    def open(self, setup: SamplerSetup) -> Iterator[Episodes]:
+        config, log_path = setup.stage.config.environment, setup.log_dir / LOG
+        with ExitStack() as stack:
+            pool = EnvironmentPool(config.path, config.num_workers, config.timeout_s, config.memory_mb, log_path)
+            episodes = Episodes(setup, pool)
+            stack.callback(episodes.close)
+            stack.enter_context(pool)
+            yield episodes
+
+    def restore(self, checkpoint: Path, config: PPOConfig, last: int, journal: Journal) -> bool:
+        from xray_runtime.models.causal_lm import load_tokenizer
+
+        tokenizer = None
+        for number, table in answered_iterations(checkpoint / LEDGER, last):
+            tokenizer = tokenizer or load_tokenizer(checkpoint)
+            journal.write_entries(number, list(_lines(table, number, config, tokenizer)))
+        return tokenizer is not None
+
+
+def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Lines of the journal for the episodes of an iteration."""
+    for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
+        rollout = rollout_name(purpose_of(attempt), number, version)
+        replies = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
+        for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
+            key = answer_key(rollout, row - attempt * config.rollout_size, replies[:turn])
+            yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
+
+
+SOURCE = EnvironmentSource()

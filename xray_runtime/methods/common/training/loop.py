@@ -1,0 +1,128 @@
+"""The training loop of every stage that learns from a dataset: SFT, reward model, DPO, KTO.
+
+A method says its batches, the sums of its objective and its metrics. The loop does the rest: data cursor, optimizer
+steps, learning rate, skipped steps, progress, evaluation, the best version, snapshots, and how the stage ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.data.batch import StepTotals, TextBatch
+from xray_runtime.data.batching import Cursor
+from xray_runtime.methods.common.training.policy_versions import BestVersion
+from xray_runtime.methods.common.training.resumable import Resumable
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics, TrainingRows
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.graph.kind import Recorder
+
+S = TypeVar("S", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class Trained(Generic[S]):
+    """A step that was made."""
+
+    index: np.ndarray
+    """Numbers of its rows."""
+    rows: TextBatch
+    totals: StepTotals
+    result: StepStatistics[S]
+    seconds: float
+
+
+class Method(Generic[S]):
+    """What a method adds to the loop. Its metrics are `name/…`."""
+
+    name: ClassVar[str]
+    sums: type[S]
+    """Of its objective."""
+    evaluations: ClassVar[int] = 8
+    """How often held-out rows are evaluated, spread over the steps; the last step is always followed by it."""
+
+    def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
+        """The rows of a step, by the numbers that the cursor drew."""
+        raise NotImplementedError
+
+    def metrics(self, step: Trained[S]) -> dict[str, float]:
+        """Of a step, besides its gradient norm and learning rate."""
+        raise NotImplementedError
+
+    def heldout(self) -> dict[str, float]:
+        """Metrics of held-out rows."""
+        raise NotImplementedError
+
+    def summary(self, metrics: Mapping[str, float]) -> str:
+        """One line about a step."""
+        raise NotImplementedError
+
+    def first_metrics(self) -> dict[str, float]:
+        """Metrics before the first step."""
+        return {}
+
+    def validate(self) -> tuple[dict[str, float], float]:
+        """(metrics of the rows that `validation` left out, score of this version: higher is better)."""
+        raise AssertionError(f"{self.name} has no validation")
+
+
+def training_loop(
+    stage: Stage[Any, Any],
+    recorder: Recorder,
+    method: Method[Any],
+    models: Mapping[str, ModelHandle],
+    cursor: Cursor,
+    steps: int,
+    best: BestVersion | None = None,
+) -> None:
+    """Train the one model in `models` for `steps` steps; `best` is the version to end with, by `validation`."""
+    config, skipped, start = stage.config, SkippedSteps(), 0.0
+    validation = config.validation if best is not None else None
+    [(role, model)] = models.items()
+    stepper = Stepper(stage, [Learning(role, model, method.sums)], steps, skipped)
+    files, parts = ([], {}) if best is None else ([best.versions], {"validation": best.state})
+    state = Resumable(recorder, models, files, cursor=cursor, skipped=skipped, **parts)
+    done = state.restore()
+    if not done and (first := method.first_metrics()):
+        recorder.metrics(first, 0)
+    for number in range(done, steps):
+        start = time.perf_counter()
+        index = cursor.take(config.batch_size)
+        rows, totals = method.batch(index)
+        step = stepper.step(number, rows, totals)
+        [result] = step.results
+        metrics = method.metrics(Trained(index, rows, totals, result, time.perf_counter() - start))
+        metrics |= {f"{method.name}/grad_norm": result.grad_norm, f"{method.name}/lr": step.lr}
+        if number + 1 == steps or number % max(steps // method.evaluations, 1) == 0:
+            metrics |= method.heldout()
+        if best is not None and validation is not None and validation.is_due(number + 1, steps):
+            found, score = method.validate()
+            metrics |= found
+            best.update(models, number + 1, score)
+        recorder.metrics(skipped.metrics(metrics), number)
+        recorder.progress(number + 1, steps, "steps", method.summary(metrics))
+        state.step_done(number + 1, steps)
+
+
+def training_rows(
+    stage: Stage[Any, Any],
+    model: ModelHandle,
+    start: Path,
+    dataset: Path,
+    rows: TrainingRows,
+    used: np.ndarray,
+    recorder: Recorder,
+) -> TrainingRows:
+    """`rows` as a stage trains on them, with what is computed once for all epochs; see `TrunkStates`."""
+    return TrunkStates(stage, start, dataset, rows, used, recorder).computed(model)
