@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.capabilities import GeneratorCapabilities, unsupported
+from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.generator import Generator
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, RuntimeConfig
 from xray_runtime.kernel.config.sources import Address
+from xray_runtime.kernel.plugs import unsupported
 
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import EngineRank, Sampler
