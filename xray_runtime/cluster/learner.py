@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors, joined, row_groups
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.published_checks import PublishedChecks
-from xray_runtime.cluster.trunk_memory import TrunkMemory
+from xray_runtime.cluster.trunk_memory import TrunkMemory, as_bits
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
-from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.processes import return_freed_memory
 from xray_runtime.kernel.signs import part_done
@@ -130,16 +129,9 @@ class Learner(PublishedChecks, Workhorse):
 
         bfloat16 comes as bits in uint16, since numpy lacks the type.
         """
-        import torch
-
-        found: list[tuple[MicroBatch, Scores]] = []
         with self._turn(at_once):
-            for batch in self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens):
-                states = batch.tensors.trunk.values.cpu()
-                bits = states.view(torch.uint16) if states.dtype == torch.bfloat16 else states
-                offsets = batch.tensors.input_ids.offsets.cpu()
-                found.append((batch, Scores(trunk=Ragged(bits.numpy(), offsets.numpy()))))
-        return joined(found)
+            batches = self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens)
+            return joined((batch, as_bits(batch.tensors)) for batch in batches)
 
     def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         """One optimizer step over `rows`; answers with this rank's sums for the log, the number of tokens that it
@@ -205,31 +197,10 @@ class Learner(PublishedChecks, Workhorse):
             batch = rows.take(index or [0])
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
-                states = self._trunk(batch.id.tolist(), tensors)
-                tensors = tensors.with_columns(trunk=tensors.input_ids.like(states))
+                tensors = self._trunks.filled(batch, tensors, self.scorer, self.rank_info.world_size)
             part_done(common=True)
             yield MicroBatch(number, index, tensors)
         part_done(common=True)
-
-    def _trunk(self, ids: list[int], tensors: TextBatch[torch.Tensor]) -> torch.Tensor:
-        """Trunk states of a micro-batch: given, remembered or new."""
-        import torch
-
-        from xray_runtime.models.objectives import prompts_of
-
-        lengths = tensors.input_ids.lengths.tolist()
-        states = tensors.trunk.values if "trunk" in tensors else None
-        if states is None:
-            missing = torch.tensor(int(self._trunks.lacks(ids)), device=self.device)
-            if self.rank_info.world_size > 1:
-                # A sharded trunk's pass is a collective: either all ranks make it or none.
-                torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
-            if missing:
-                entering = tensors.input_ids.values, tensors.input_ids.lengths, prompts_of(tensors)
-                states = self.scorer.forward(type(self.module).trunk, *entering)
-        if states is not None:
-            self._trunks.add(ids, states, lengths)
-        return self._trunks.packed(ids, lengths)
 
     def save_state(self, directory: Path) -> None:
         """Write this rank's shard of a snapshot. `load_state` restores the same bits under the same layout."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
 
 Texts: TypeAlias = TextBatch[Tensor]
@@ -183,6 +183,11 @@ def last_hidden(module: HeadedLM, rows: Texts) -> Tensor:
     texts = sequences(rows)
     trunk = texts.trunk.values if "trunk" in texts else None
     return module.hidden(texts.input_ids.values, texts.input_ids.lengths, trunk, prompts_of(rows))
+
+
+def branch_states(module: HeadedLM, branch: Branch, rows: Texts) -> Tensor:
+    """Last hidden states [N, H] of a branch, from the rows' `trunk`."""
+    return module.branch_hidden(branch, rows.trunk.values, rows.input_ids.lengths, prompts_of(rows))
 
 
 def response_positions(rows: Texts) -> Tensor:

@@ -418,11 +418,6 @@ def test_the_gradient_is_the_slope(make_lm: MakeLM, as_rows: AsRows) -> None:
     )
 
 
-def test_the_reference_is_never_trained(make_lm: MakeLM, as_rows: AsRows) -> None:
-    with pytest.raises(TypeError, match="never trained"):
-        training_loss(HeadedLM(make_lm(1)), ReferenceObjective(1.0), batch(as_rows(PAIRS)), StepTotals(tokens=1.0))
-
-
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("mean", ["tokens", "replies"])
 def test_tokens_between_turns_have_no_gradient(make_lm: MakeLM, as_rows: AsRows, loss: str, mean: str) -> None:

@@ -22,11 +22,10 @@ from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import DPOObjective, PairPreference
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.loop import Method, Trained, save_version, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import DPOSums
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
+from xray_runtime.methods.common.training.steps import DPOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
         rows = training_rows(stage, policy, stage.inputs.policy.path, dataset, train, used, recorder)
         method, models = _DPO(config, policy, rows, parts, known or {}, trained, chosen_by), {"policy": policy}
         training_loop(stage, recorder, method, models, cursor, steps, best)
-        return save_version(models, best, out, steps, {"pairs": len(chosen_by)})
+        return best.save(models, out, steps, {"pairs": len(chosen_by)})
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,10 @@ from xray_runtime.kernel.graph.artifacts import VERDICTS
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import Desirability, KTOObjective
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.loop import Method, Trained, save_version, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import KTOSums
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
+from xray_runtime.methods.common.training.steps import KTOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         method = _KTO(config, policy, rows, parts, known, desirable, trained, chosen_by, counts)
         models = {"policy": policy}
         training_loop(stage, recorder, method, models, cursor, steps, best)
-        return save_version(models, best, out, steps, {"replies": len(chosen_by)})
+        return best.save(models, out, steps, {"replies": len(chosen_by)})
 
 
 @dataclass(frozen=True)

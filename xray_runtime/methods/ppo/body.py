@@ -18,28 +18,23 @@ waits for the rest. With `in_flight_updates` agents go on while weights change (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.algorithms.checking import check_advantages, check_loss
+from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
-from xray_runtime.cluster.generator_spec import GeneratorSpec
-from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.gold import GoldScore, import_function, load_gold
+from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.kernel.config.sources import is_function
-from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, open_episodes, source_of
-from xray_runtime.methods.common.sampling.model_roles import ppo_models
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, SamplerSetup, open_episodes, source_of
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
@@ -50,21 +45,22 @@ from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.methods.ppo.models import model_specs, one_trunk, own_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
-from xray_runtime.methods.ppo.step_scores import StepScored
-from xray_runtime.methods.ppo.update import Updater, first_minibatch
+from xray_runtime.methods.ppo.step_scores import StepScoring, applies
+from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
-from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.weight_files import same_trunk
 from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.ppo.config import PPOConfig
 
 
@@ -87,14 +83,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 scored = loop.scorer.score(rollout, iteration)
             scored = _without_ties(loop, scored, iteration, clock)
             with clock.phase("score"):
-                rewards = scaled_rewards(config, loop.rewards, scored.sources, loop.moments)
-                replies = scored.text, scored.rollout, scored.scores
-                experience = build_experience(config, *replies, rewards, loop.kl.coef, loop.estimator)
-                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
+                rewards, experience = loop.experience(scored)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
-                experience = update.experience  # now with what the first step scored
-                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
+                experience = update.experience
             with clock.phase("generate"):
                 loop.rollouts.wait()
             golds = loop.gold_scores(scored)
@@ -113,7 +105,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             loop.monitor.keep(loop.models, iteration + 1)
             loop.state.step_done(iteration + 1, config.iterations)
         loop.ledger.show(recorder, loop.tokenizer)
-        return loop.monitor.finish(out) or loop.validation.finish(loop.models, out, config.iterations, loop.episodes)
+        return _published(loop, out)
 
 
 @dataclass(frozen=True)
@@ -146,6 +138,13 @@ class _Loop:
         trained = trained_models(self.models).values()
         return sampling_turn(self.stage.runtime, self.models["generator"], trained, synced_next=synced_next)
 
+    def experience(self, scored: ScoredRollout) -> tuple[Tensor, Experience]:
+        """(scaled reward of each reply [B], what the update learns from)."""
+        config = self.stage.config
+        rewards = scaled_rewards(config, self.rewards, scored.sources, self.moments)
+        given = scored.text, scored.rollout, scored.scores, rewards
+        return rewards, build_experience(config, *given, self.kl.coef, self.estimator, self.max_mismatch)
+
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
         """Gold score of each reply; None without `gold`."""
         if self.gold is None:
@@ -160,7 +159,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
-    estimator, kl = _own(stage, "advantages", check_advantages), make_kl_controller(config.kl)
+    estimator, kl = own_function(stage, "advantages", check_advantages), make_kl_controller(config.kl)
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
@@ -170,10 +169,15 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs = _models(stage, rewards, limit)
+    specs = model_specs(stage, rewards, limit)
+    step_scoring = StepScoring(stage) if applies(config) else None
+    if step_scoring is not None:
+        specs = step_scoring.specs(specs)
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
+        open_episodes(
+            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        ) as episodes,
     ):
         in_flight = None
         if config.in_flight_updates:
@@ -195,11 +199,11 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             rewards=rewards,
             scorer=Scorer(
                 *(models, config, rewards, tokenizer, stops, prompts),
-                partial(first_minibatch, stage),
-                _one_trunk(config, specs),
+                None if step_scoring is None else step_scoring.scored_before,
+                one_trunk(config, specs),
             ),
             estimator=estimator,
-            updater=Updater(stage, models, skipped),
+            updater=Updater(stage, models, skipped, step_scoring),
             kl=kl,
             moments=moments,
             skipped=skipped,
@@ -208,7 +212,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             validation=validation,
             ledger=ledger,
             state=Resumable(recorder, trained_models(models), keep_files, **state),
-            max_mismatch=config.mismatch_limit(stage.runtime.device),
+            # With a lag, the rollout's policy is not the trainer's: a probe is checked instead.
+            max_mismatch=math.inf if config.lag else config.mismatch_limit(stage.runtime.device),
         )
 
 
@@ -229,63 +234,12 @@ def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: Pha
     return scored
 
 
-def _models(
-    stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_prompt: int
-) -> dict[str, ModelSpec | GeneratorSpec]:
-    config, policy = stage.config, stage.inputs.policy.path
-    reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
-    layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
-    head, trained = policy / VALUE_HEAD, policy / "critic"
-    models: dict[str, ModelSpec | GeneratorSpec] = {
-        "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
-        "policy": ModelSpec(
-            policy,
-            StepScored(PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False)))),
-            training=config,
-            new_head=shared_critic,
-            head=head if shared_critic and head.exists() else None,
-            trainable_layers=layers,
-            # Models with the policy's frozen trunk are branches of the policy.
-            branches=rewards.branches | ({"reference": BranchSpec(reference)} if layers is not None else {}),
-            adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
-        ),
-        "reference": ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen),
-        "critic": ModelSpec(
-            trained if trained.exists() else reference,
-            CriticObjective(config),
-            training=config.model_copy(update={"engine": config.critic_engine or config.engine}),
-            new_head=True,
-            head=trained / VALUE_HEAD if trained.exists() else None,
-            trainable_layers=layers,
-            adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
-        ),
-        **rewards.specs(),
-    }
-    return {role: spec for role, spec in models.items() if role in ppo_models(config)}
-
-
-def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function that a config field names, checked; None if the field names a built-in."""
-    name = getattr(stage.config, field)
-    if not is_function(name):
-        return None
-    function = stage.functions.get(name) or import_function(name, field)
-    check(function, name)
-    return function
-
-
-def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:
-    """Whether policy and critic are two models with the same frozen trunk, computed in the same precision."""
-    layers, engine = config.trainable_layers, config.critic_engine or config.engine
-    if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
-        return False
-    return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
-
-
-def _check_mismatch(mismatch: float, limit: float) -> None:
-    # Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
-    if not mismatch <= limit:  # NaN too
-        raise RuntimeError(
-            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
-            f"{limit:g}): the generator does not compute the policy"
-        )
+def _published(loop: _Loop, out: Path) -> int:
+    """Write the policy that the stage ends with; returns the number of its updates."""
+    loop.monitor.write_record(out)
+    if loop.monitor.end is not None:
+        loop.monitor.versions.copy(loop.monitor.end, out)  # the one before the signs of a hacked reward
+        return loop.monitor.end
+    done, models = loop.stage.config.iterations, loop.models
+    loop.validation.score_last(models, done, loop.episodes)
+    return loop.validation.best.save(models, out, done, loop.validation.record())

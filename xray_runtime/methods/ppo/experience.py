@@ -7,6 +7,7 @@ Shapes: B replies, T response tokens of the longest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ def build_experience(
     rewards: Tensor,
     kl_coef: float,
     estimator: AdvantageEstimator | None = None,
+    max_mismatch: float = math.inf,
 ) -> Experience:
     """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
 
@@ -49,8 +51,10 @@ def build_experience(
         rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
         kl_coef: weight of the per-token penalty.
         estimator: the user's function; None: the built-in that `config.advantages` names.
+        max_mismatch: of generator and trainer, see `check_mismatch`.
 
     Raises:
+        RuntimeError: the generator does not compute the policy.
         ValueError: the user's function returned something invalid.
         NonFiniteError: a reward is infinite, or a column of the update is not finite.
     """
@@ -80,7 +84,7 @@ def build_experience(
         **rollout.pick("response_mask", "branches"),
     )
     metrics = _experience_metrics(config, inputs, rewards, ended, returns)
-    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics)
+    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics, max_mismatch)
     return measured(config, made, scores.logprobs)
 
 
@@ -89,6 +93,7 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
     weights, the mismatch of generator and trainer, the KL to the reference. Rows in which they are empty count nowhere.
 
     Raises:
+        RuntimeError: the generator does not compute the policy.
         NonFiniteError: a column of the update is not finite.
     """
     known = np.flatnonzero(logprobs.lengths)
@@ -107,9 +112,22 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
     wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
+    check_mismatch(mismatch["mean_abs_diff"], experience.max_mismatch)
     kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
     metrics = experience.metrics | _policy_metrics(kl, mismatch)
     return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)
+
+
+def check_mismatch(mismatch: float, limit: float) -> None:
+    """Raises RuntimeError if generator and trainer differ by more than `limit` nats per token at one policy version.
+
+    Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
+    """
+    if not mismatch <= limit:  # NaN too
+        raise RuntimeError(
+            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
+            f"{limit:g}): the generator does not compute the policy"
+        )
 
 
 def _experience_metrics(

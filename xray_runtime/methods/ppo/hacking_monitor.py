@@ -63,7 +63,8 @@ class HackingMonitor:
         return self._config.action in ("pause", "stop")
 
     @cached_property
-    def _versions(self) -> PolicyVersions:
+    def versions(self) -> PolicyVersions:
+        """The kept policies."""
         return PolicyVersions(self._directory, "kept")
 
     @property
@@ -136,7 +137,7 @@ class HackingMonitor:
 
     def _before(self, iteration: int) -> int:
         """Number of updates of the newest kept policy older than the last `window` rollouts, which show the sign."""
-        return max(kept for kept in self._versions.numbers() if kept <= iteration - self._config.window + 1)
+        return max(kept for kept in self.versions.numbers() if kept <= iteration - self._config.window + 1)
 
     # Kept policies
 
@@ -144,27 +145,24 @@ class HackingMonitor:
         """Keep the policy every `window` updates; only the two newest stay."""
         if not self._keeps or updates % self._config.window:
             return
-        self._versions.write(models, updates)
+        self.versions.write(models, updates)
         # An earlier attempt may have kept newer policies; they are overwritten when their turn comes.
-        for old in [kept for kept in self._versions.numbers() if kept <= updates][:-2]:
-            self._versions.remove(old)
+        for old in [kept for kept in self.versions.numbers() if kept <= updates][:-2]:
+            self.versions.remove(old)
 
-    def finish(self, out: Path) -> int | None:
-        """Write the signs and, if the stage ends early, the kept policy; returns its number of updates."""
-        if self.end is not None:
-            self._versions.copy(self.end, out)
+    def write_record(self, out: Path) -> None:
+        """Write the signs that were acted on, if there are any."""
         if self._keeps and self.state.seen:
             record = {"ended_early": self.end is not None, "iterations": self.end, "seen": self.state.seen}
             (out / RECORD).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
-        return self.end
 
     def save_state(self, directory: Path) -> None:
         if self._keeps:
-            self._versions.save_state(directory)
+            self.versions.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
         if self._keeps:
-            self._versions.load_state(directory)
+            self.versions.load_state(directory)
 
 
 def read_answers(checkpoint: Path) -> list[Answer]:

@@ -15,8 +15,8 @@ from xray_runtime.methods.common.checks import (
 )
 from xray_runtime.methods.common.findings import policy_findings
 from xray_runtime.methods.common.inputs import PPOInputs
-from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.roles import ppo_models
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:

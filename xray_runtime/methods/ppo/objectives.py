@@ -29,9 +29,9 @@ from xray_runtime.models.objectives import (
     Tensors,
     Terms,
     Texts,
+    branch_states,
     last_hidden,
     of_responses,
-    prompts_of,
     response_logprobs,
     response_positions,
 )
@@ -201,13 +201,12 @@ class PPOObjective(Objective[PolicyForward]):
         by_role: Tensors = {}
         for branch in module.branches:
             seen = rows if branch.scalar is None else judged
-            ids = seen.input_ids
-            states = module.branch_hidden(branch, seen.trunk.values, ids.lengths, prompts_of(seen))
+            states = branch_states(module, branch, seen)
             if branch.scalar is None:
                 ref_logprobs, _ = response_logprobs(module, states, rows, self.config.temperature)
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
-                by_role[branch.role] = branch.scalar(states[ids.offsets[1:] - 1]).squeeze(-1)
+                by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
         return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
 
 

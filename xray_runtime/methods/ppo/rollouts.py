@@ -31,6 +31,7 @@ from xray_runtime.methods.common.sampling.episode import EpisodeBatch, purpose_o
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
+from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -128,7 +129,7 @@ class Rollouts:
         """Mean |log-probability difference| between generator and policy at `version`, in nats per token.
 
         Uses the first tokens of a few replies, spread over every replica and rank. A rollout sampled during an update
-        cannot be compared: when it arrives, the policy has changed.
+        cannot be compared: when it arrives, the policy has changed. Raises RuntimeError as `check_mismatch`.
         """
         ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
         num_rows = max(PROBE_ROWS, *ranks)
@@ -137,7 +138,9 @@ class Rollouts:
         replies = self._generate(prompts, sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
         scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
-        return float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
+        mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
+        check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
+        return mismatch
 
     def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:

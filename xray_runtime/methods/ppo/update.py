@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
-from xray_runtime.data.ragged import Ragged, join_ragged
+from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
 from xray_runtime.methods.common.sampling.types import Experience
@@ -22,12 +21,24 @@ from xray_runtime.methods.common.training.steps import (
     StepStatistics,
     ValueSums,
 )
-from xray_runtime.methods.ppo.experience import measured
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+
+
+class FirstStep(Protocol):
+    """What an update's first step does besides."""
+
+    def scored_before(self, rows: TextBatch, iteration: int) -> np.ndarray:
+        """Which rows of a rollout the policy must score before the update."""
+
+    def rows(self, policy: ModelHandle, experience: Experience, index: np.ndarray) -> tuple[Experience, PolicyBatch]:
+        """(the experience, the rows at `index` as the step reads them)."""
+
+    def learned(self, experience: Experience, index: np.ndarray, columns: Scores) -> Experience:
+        """The experience after the step, with the columns that its objective gave back."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,20 @@ class Update:
     times_trained: np.ndarray
     """Number of optimizer steps on each row of the experience [B] int32."""
     experience: Experience
-    """With the log-probabilities that the first step computed."""
+    """As the steps left it."""
 
 
 class Updater:
     """Trains the policy, and the critic where there is one, on experience; `skipped` counts the steps they skip."""
 
     def __init__(
-        self, stage: Stage[PPOConfig, PPOInputs], models: Mapping[str, ModelHandle], skipped: SkippedSteps
+        self,
+        stage: Stage[PPOConfig, PPOInputs],
+        models: Mapping[str, ModelHandle],
+        skipped: SkippedSteps,
+        first_step: FirstStep | None = None,
     ) -> None:
+        self._first_step = first_step
         self._stage, self._config, self._policy = stage, stage.config, models["policy"]
         self._per_epoch = self._config.rollout_size // self._config.minibatch_size
         learning: list[Learning[Any]] = [Learning("policy", self._policy, PolicySums)]
@@ -78,17 +94,19 @@ class Updater:
         """
         config, count = self._config, experience.num_rows
         num_minibatches = self._num_minibatches(count)
-        epochs = _minibatches(self._stage, experience.rows.alike_prompts(), num_minibatches, iteration)
+        epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
         steps: list[MinibatchStep] = []
-        times_trained, stopped_early = np.zeros(count, np.int32), False
-        for epoch, minibatches in zip(range(config.epochs), epochs, strict=False):
-            for number, index in enumerate(minibatches):
+        times_trained, stopped_early, first = np.zeros(count, np.int32), False, self._first_step
+        for epoch, parts in zip(range(config.epochs), epochs, strict=False):
+            for number, index in enumerate(parts):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
-                if not steps:
-                    experience = self._score_later(experience, index)
-                step, logprobs = self._step(experience.rows.take(index), at, kl_coef)
-                if logprobs is not None:
-                    experience = measured(config, experience, _replaced(experience, index, logprobs))
+                if first is not None:
+                    experience, rows = first.rows(self._policy, experience, index)
+                    step, columns = self._step(rows, at, kl_coef)
+                    experience, first = first.learned(experience, index, columns), None
+                else:
+                    rows = experience.rows.take(index).with_columns(rollout_logprobs=None)
+                    step, _ = self._step(rows, at, kl_coef)
                 steps.append(step)
                 times_trained[index] += step.taken
                 stopped_early = step.taken and self._moved_too_far(step)
@@ -97,17 +115,6 @@ class Updater:
             if stopped_early:
                 break
         return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained, experience)
-
-    def _score_later(self, experience: Experience, first: np.ndarray) -> Experience:
-        """Score the rows outside the `first` minibatch if some of them are not: replies without a reward, which are
-        left out, move the others to other minibatches than were expected."""
-        later = np.setdiff1d(np.arange(experience.num_rows), first)
-        rows = experience.rows.take(later)
-        if not _unscored(rows):
-            return experience
-        text = TextBatch.of_columns(rows.pick("input_ids", "prompt_lengths", "id"))
-        answer = get(self._policy.score.remote(text, 1 + bool(self._config.lag)))
-        return measured(self._config, experience, _replaced(experience, later, answer.logprobs))
 
     def _num_minibatches(self, num_replies: int) -> int:
         """Fewer minibatches than planned if few replies have a reward."""
@@ -118,51 +125,28 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, batch: PolicyBatch, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:
-        """(the step, the policy's log-probabilities before it if the batch lacks them)."""
-        unread = ("old_logprobs", "weights") if _unscored(batch) else ("rollout_logprobs",)
-        batch = batch.with_columns(**dict.fromkeys(unread))
-        batch = BranchRows.of(batch, batch.branches).rows if "branches" in batch else batch
-        totals = StepTotals.of(batch, kl_coef=kl_coef)
-        step = self._stepper.step(at, batch, totals, int(bool(self._config.lag)))
+    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> tuple[MinibatchStep, Scores]:
+        """(the step, the columns that the policy's objective gives back)."""
+        rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
+        totals = StepTotals.of(rows, kl_coef=kl_coef)
+        # With a lag, the generator works at the same time.
+        step = self._stepper.step(at, rows, totals, int(bool(self._config.lag)))
         policy, *critic = step.results
-        logprobs = step.columns.old_logprobs if "old_logprobs" in step.columns else None
-        return MinibatchStep(totals.tokens, step.lr, policy, critic[0] if critic else None, step.taken), logprobs
+        return MinibatchStep(totals.tokens, step.lr, policy, critic[0] if critic else None, step.taken), step.columns
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
         return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
 
 
-def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: TextBatch, iteration: int) -> np.ndarray:
-    """The rows of a rollout that an iteration's first step trains on if all get a reward; none if tied groups may be
-    replaced before the rollout is split into minibatches."""
-    config = stage.config
-    count = config.rollout_size // config.minibatch_size
-    if count > 1 and config.resample_rounds:
-        return np.zeros(0, np.int64)
-    return next(_minibatches(stage, rows.alike_prompts(), count, iteration))[0]
-
-
-def _minibatches(
-    stage: Stage[PPOConfig, PPOInputs], prompts: np.ndarray, count: int, iteration: int
+def minibatches(
+    stage: Stage[PPOConfig, PPOInputs], rows: TextBatch, count: int, iteration: int
 ) -> Iterator[list[np.ndarray]]:
-    """The places of each minibatch's rows, epoch after epoch; `prompts` [B] as from `TextBatch.alike_prompts`."""
+    """The places of the rows of each of `count` minibatches, epoch after epoch."""
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
+    prompts = rows.alike_prompts()
     while True:
         yield np.array_split(shuffled(prompts, order), count)
-
-
-def _unscored(rows: PolicyBatch) -> bool:
-    """Whether some rows lack the policy's log-probabilities."""
-    return bool((rows.old_logprobs.lengths < rows.rollout_logprobs.lengths).any())
-
-
-def _replaced(experience: Experience, places: np.ndarray, by: Ragged) -> Ragged:
-    """The experience's `old_logprobs` with `by` at `places`."""
-    others = np.setdiff1d(np.arange(experience.num_rows), places)
-    kept = experience.rows.old_logprobs[others]
-    return join_ragged([kept, by], [others.tolist(), places.tolist()])
 
 
 def shuffled(groups: np.ndarray, order: np.random.Generator) -> np.ndarray:

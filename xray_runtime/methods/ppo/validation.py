@@ -2,7 +2,7 @@
 
 sample   the generator replies with the policy after `iteration` updates, with the same seeds each time
 score    the stage's `judges`, or else its rewards, score the replies
-finish   the last version is scored too; `keep: best` saves the best version, the earliest if several are equal
+last     the last version is scored too; `keep: best` publishes the best version, the earliest if several are equal
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
-from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
+from xray_runtime.methods.common.sampling.sampled_replies import ReplySampler
 from xray_runtime.methods.common.sampling.scoring import episode_scores, own_texts, prompt_tokens
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import validation_file
-from xray_runtime.methods.common.training.policy_versions import BestVersion, save_policy
+from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.rewards.reward_reader import answer_rows
 from xray_runtime.rewards.reward_sources import RewardSources
@@ -81,13 +80,10 @@ class Validation:
         return self._replies(generator, iteration, episodes) if due else None
 
     def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
-        if episodes is not None:
-            kept = self._stage.config.ledger
-            keep = kept.keep != "none" and kept.tokens == "kept"
-            return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
-        rows, count = prompt_rows(self._stage, [ids for _, ids in self._prompts], "validation"), len(self._prompts)
-        replies = get(generator.generate.remote(rows, self._sampling, version))
-        return replies.as_kind(Rollout, seed=rows.seed, version=np.full(count, version), prompt=np.arange(count))
+        kept = self._stage.config.ledger
+        keep = kept.keep != "none" and kept.tokens == "kept"
+        sampler = ReplySampler(self._stage, generator, self._sampling) if episodes is None else episodes
+        return sampler.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
 
     def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
         """Score the replies of `sample`, keep the policy if it is the best so far, and return metrics."""
@@ -120,16 +116,17 @@ class Validation:
         )
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 
-    def finish(
-        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: EpisodeSampler | None = None
-    ) -> int:
-        """Save the kept policy into `out`; returns its number of iterations."""
+    def score_last(self, models: Mapping[str, ModelHandle], version: int, episodes: EpisodeSampler | None) -> None:
+        """Score the policy after the last update."""
         if self._config is None:
-            save_policy(models, out)
-            return iterations
-        get(models["generator"].follow.remote(models["policy"], iterations))
+            return
+        get(models["generator"].follow.remote(models["policy"], version))
         with sampling_turn(self._stage.runtime, models["generator"], trained_models(models).values()):
-            replies = self._replies(models["generator"], iterations, episodes)
-        self.score(models, replies, iterations)
-        record = {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}
-        return self.best.save(models, out, iterations, record)
+            replies = self._replies(models["generator"], version, episodes)
+        self.score(models, replies, version)
+
+    def record(self) -> dict[str, Any]:
+        """What the checkpoint keeps of it, besides the scores."""
+        if self._config is None:
+            return {}
+        return {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}

@@ -22,9 +22,8 @@ from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import preference_tokens
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
-from xray_runtime.methods.common.training.steps import PairSums
+from xray_runtime.methods.common.training.steps import PairSums, TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 

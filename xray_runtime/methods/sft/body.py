@@ -23,11 +23,10 @@ from xray_runtime.methods.common.training.dataset import (
     tokenizing,
     validation_file,
 )
-from xray_runtime.methods.common.training.loop import Method, Trained, save_version, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.steps import SFTSums
+from xray_runtime.methods.common.training.steps import SFTSums, TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 
@@ -59,7 +58,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         method = _SFT(stage, models["policy"], rows, heldout_rows, validation_rows, _data_metrics(train, limits))
         training_loop(stage, recorder, method, models, cursor, config.steps, best)
         record = {} if validation_rows is None else {"conversations": len(validation_rows)}
-        done = save_version(models, best, out, config.steps, record)
+        done = best.save(models, out, config.steps, record)
     with DroppedRows(out) as dropped:
         train.list_dropped(dropped)
     return done

@@ -75,8 +75,7 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
     models: dict[str, Any] = {"policy": policy, "critic": critic}
-    # A value head or a KL in the reward, as here, needs the policy's scores of all replies.
-    needs = PPOConfig(), rewards, tokenizer, (end,), prompts, lambda rows, iteration: np.arange(4)
+    needs = PPOConfig(), rewards, tokenizer, (end,), prompts
     scorer = Scorer(models, *needs, one_trunk=True)  # type: ignore[arg-type]
     zeros = np.zeros(4, np.int64)
     rollout = Rollout(

@@ -236,9 +236,12 @@ class ZeroEngine(Scorer):
         if self.stage < 3:
             held = parameter._hp_mapping
             part = parameter.data.new_empty(0) if held is None else held.get_hp_fragment(None if weight else kind)
-            return part.data.view(-1)
+            flat: Tensor = part.data.view(-1)
+            return flat
         start, stop = self._range(parameter)
-        own = safe_get_local_fp32_param(parameter) if weight else safe_get_local_optimizer_state(parameter, kind)
+        own: Tensor = (
+            safe_get_local_fp32_param(parameter) if weight else safe_get_local_optimizer_state(parameter, kind)
+        )
         return own[: stop - start]
 
     def _set_own(self, parameter: Any, kind: str, value: Tensor) -> None:

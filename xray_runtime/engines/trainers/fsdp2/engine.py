@@ -120,6 +120,7 @@ class FSDP2Engine(FSDP2Scorer):
         rows = list(self._rows.values())
         for part, parameter in zip(rows, self._parameters.values(), strict=True):
             # Zeros, not None: parameters without a gradient still decay, as under DeepSpeed.
+            assert parameter.grad is None or isinstance(parameter.grad, DTensor)
             part.grad = torch.zeros_like(part) if parameter.grad is None else own_rows(parameter.grad)
             parameter.grad = None
         square = torch.nn.utils.get_total_norm([part.grad for part in rows if part.grad is not None]).square()
@@ -178,7 +179,8 @@ class FSDP2Engine(FSDP2Scorer):
 
 def _whole(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
-    return parameter.detach().full_tensor()
+    whole: Tensor = parameter.full_tensor()
+    return whole.detach()
 
 
 def _hidden_matrices(module: HeadedLM) -> set[str]:

@@ -149,7 +149,7 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
-        first_minibatch: the rows of an iteration that the policy need not score (`update.first_minibatch`).
+        scored_before: (rows, iteration) → those of a rollout that the policy scores; None: all.
         one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
     """
 
@@ -161,12 +161,12 @@ class Scorer:
         tokenizer: Any,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
-        first_minibatch: Callable[[TextBatch, int], np.ndarray],
+        scored_before: Callable[[TextBatch, int], np.ndarray] | None = None,
         one_trunk: bool = False,
     ) -> None:
         self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._first_minibatch = first_minibatch
+        self._scored_before = scored_before
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -182,8 +182,8 @@ class Scorer:
         branches = rollout.branches if "branches" in rollout else None
         rows, merged = split_branches(text, branches)
         inputs, scored = self._inputs(rows, whole), np.arange(len(ids))
-        if branches is None and self._config.step_scores:
-            scored = np.setdiff1d(scored, self._first_minibatch(rows, iteration))
+        if branches is None and self._scored_before is not None:
+            scored = self._scored_before(rows, iteration)
             inputs |= {"policy": rows.take(scored)}
         if not len(scored):
             del inputs["policy"]

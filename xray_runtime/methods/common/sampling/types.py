@@ -23,6 +23,7 @@ class Experience:
     mismatch: float
     """Mean |log-probability difference| between generator and policy, in nats per token."""
     metrics: dict[str, float]
+    max_mismatch: float
 
     @property
     def num_rows(self) -> int:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from xray_runtime.cluster.protocols import ModelHandle, get
+from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics
-from xray_runtime.methods.common.training.trunk_states import TrainingRows, TrunkStates
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics, TrainingRows
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -113,16 +113,6 @@ def training_loop(
         recorder.metrics(skipped.metrics(metrics), number)
         recorder.progress(number + 1, steps, "steps", method.summary(metrics))
         state.step_done(number + 1, steps)
-
-
-def save_version(
-    models: Mapping[str, ModelHandle], best: BestVersion, out: Path, steps: int, record: Mapping[str, Any]
-) -> int:
-    """Write the policy into `out`, with `validation` the version that it keeps; returns that version's steps."""
-    if best.validates:
-        return best.save(models, out, steps, record)
-    get(models["policy"].save.remote(out))
-    return steps
 
 
 def training_rows(

@@ -105,7 +105,7 @@ class BestVersion:
 
     def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
         self.versions = PolicyVersions(directory, "best")
-        self.validates = validation is not None
+        self._validates = validation is not None
         self._keep = validation.keep if validation is not None else "last"
         self.state = BestState()
 
@@ -121,13 +121,15 @@ class BestVersion:
                         self.versions.remove(other)
 
     def save(self, models: Mapping[str, ModelHandle], out: Path, updates: int, record: Mapping[str, Any]) -> int:
-        """Write the kept version into `out`, with all scores and `record` in `RECORD`. The current policy has made
-        `updates`. Returns the number of updates of the kept version."""
+        """Write the kept version into `out`, with `validation` also all scores and `record` in `RECORD`. The current
+        policy has made `updates`. Returns the number of updates of the kept version."""
         kept = self.state.best if self._keep == "best" and self.state.best >= 0 else updates
         if kept in self.versions.numbers():
             self.versions.copy(kept, out)
         else:
             save_policy(models, out)
+        if not self._validates:
+            return kept
         content = {"kept": kept, "scores": self.state.scores, **record}
         (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return kept

@@ -9,7 +9,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get_all
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="DataclassInstance")
+
+
+class TrainingRows(Protocol):
+    """Rows to train on, by number."""
+
+    def take(self, rows: np.ndarray) -> TextBatch: ...
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.seeding import derive_seed
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.models.objectives import Objective
-from xray_runtime.cluster.model_spec import ModelSpec
 
 
-def trained_model(stage: Stage[Any, Any], directory: Path, objective: Objective, **fields: Any) -> ModelSpec:
-    """The model that `stage` trains from a checkpoint, as its config says; `fields` are further fields of the spec."""
+def trained_model(
+    stage: Stage[Any, Any], directory: Path, objective: Objective[Any], role: str | None = None, **fields: Any
+) -> ModelSpec:
+    """The model that `stage` trains from a checkpoint, as its config says.
+
+    Args:
+        role: of the model, where the stage trains several.
+        fields: further fields of the spec.
+    """
     config: TrainingConfig = stage.config
-    seed = derive_seed(stage.seed, stage.name, "adapters")
+    seed = derive_seed(stage.seed, stage.name, *([] if role is None else [role]), "adapters")
     defaults: dict[str, Any] = {"training": config, "trainable_layers": config.trainable_layers, "adapter_seed": seed}
     return ModelSpec(directory, objective, **(defaults | fields))

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
 from xray_runtime.kernel.store.derived import Derived
 from xray_runtime.methods.common.training.computed import computed_key
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.models.weight_files import trunk_digest
 
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ MAX_BYTES = 16 * 2**30
 CHUNK_BYTES = 64 * 2**20
 """Approximate size of the states computed at a time."""
 CHUNK_ROWS = 4096
-
-
-class TrainingRows(Protocol):
-    def take(self, rows: np.ndarray) -> TextBatch: ...
 
 
 class TrunkStates:
