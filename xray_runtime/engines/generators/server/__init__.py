@@ -6,6 +6,7 @@
     connection   the client of one server
     servers      those of a run: which answer, and whether they fit
     sampler      all servers as one `Sampler`
+    config       the fields
 
 A stage's weights are pushed to every server that answers, under a name that nobody else gives weights. A reply counts
 only if all its tokens were sampled under that name, so a server that was restarted, or that another run has written to,
@@ -15,7 +16,6 @@ answers again. As every prompt has its own seed, the replies are the same wherev
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.engines.capabilities import GeneratorCapabilities
@@ -23,6 +23,8 @@ from xray_runtime.engines.generator import Generator
 from xray_runtime.engines.generators.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from xray_runtime.engines.layouts import GeneratorConfig
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig

@@ -44,11 +44,11 @@ class ServerConfig(GeneratorConfig):
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
         return super().precision(device) if self.dtype == "auto" else self.dtype
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
-        super().check_runtime(runtime)
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
+        super().check_runtime(runtime, path)
         if runtime.generator_replicas > 1:
             feature = f"runtime.generator_replicas = {runtime.generator_replicas}"
-            raise ValueError(unsupported(feature, "generator.engine = 'server'", why="list more addresses"))
+            raise ValueError(unsupported(feature, f"{path}.engine = 'server'", why="list more addresses"))
 
     def check_services(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if no address answers, or if what answers is not a server that can sample for this run."""
