@@ -113,10 +113,11 @@ def update_metrics(update: Update) -> dict[str, float]:
     """Means over the steps that were taken: losses and counts per token, norms per step."""
     steps = update.steps
     taken = [step for step in steps if step.taken]
-    policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
+    policies = [step.results["policy"] for step in taken]
+    critics = [step.results["critic"] for step in taken if "critic" in step.results]
     values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
     values = values or [policy.sums for policy in policies]
-    num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
+    num_tokens = max(sum(step.totals.tokens for step in taken), 1.0)
     sums = {
         "policy/loss": [policy.sums.policy_loss for policy in policies],
         "policy/entropy": [policy.sums.entropy_sum for policy in policies],
@@ -140,7 +141,7 @@ def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clo
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
     metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
     metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
-    metrics["speed/computed_tokens"] = sum(step.policy.computed_tokens for step in update.steps)
+    metrics["speed/computed_tokens"] = sum(step.results["policy"].computed_tokens for step in update.steps)
     metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
     return metrics
 

@@ -17,8 +17,8 @@ from xray_runtime.methods.common.training.steps import (
     Learning,
     PolicySums,
     SkippedSteps,
+    Step,
     Stepper,
-    StepStatistics,
     ValueSums,
 )
 
@@ -42,21 +42,8 @@ class FirstStep(Protocol):
 
 
 @dataclass(frozen=True)
-class MinibatchStep:
-    """One step of the policy's optimizer and, where there is a critic, of the critic's."""
-
-    num_tokens: float
-    lr: float
-    policy: StepStatistics[PolicySums]
-    critic: StepStatistics[ValueSums] | None
-    """Only for a separate critic."""
-    taken: bool
-    """False: a model skipped it."""
-
-
-@dataclass(frozen=True)
 class Update:
-    steps: list[MinibatchStep]
+    steps: list[Step]
     epochs: float
     stopped_early: bool
     """By `stop_kl`."""
@@ -95,18 +82,18 @@ class Updater:
         config, count = self._config, experience.num_rows
         num_minibatches = self._num_minibatches(count)
         epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
-        steps: list[MinibatchStep] = []
+        steps: list[Step] = []
         times_trained, stopped_early, first = np.zeros(count, np.int32), False, self._first_step
         for epoch, parts in zip(range(config.epochs), epochs, strict=False):
             for number, index in enumerate(parts):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
                 if first is not None:
                     experience, rows = first.rows(self._policy, experience, index)
-                    step, columns = self._step(rows, at, kl_coef)
-                    experience, first = first.learned(experience, index, columns), None
+                    step = self._step(rows, at, kl_coef)
+                    experience, first = first.learned(experience, index, step.columns), None
                 else:
                     rows = experience.rows.take(index).with_columns(rollout_logprobs=None)
-                    step, _ = self._step(rows, at, kl_coef)
+                    step = self._step(rows, at, kl_coef)
                 steps.append(step)
                 times_trained[index] += step.taken
                 stopped_early = step.taken and self._moved_too_far(step)
@@ -125,18 +112,14 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> tuple[MinibatchStep, Scores]:
-        """(the step, the columns that the policy's objective gives back)."""
+    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> Step:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
-        totals = StepTotals.of(rows, kl_coef=kl_coef)
         # With a lag, the generator works at the same time.
-        step = self._stepper.step(at, rows, totals, int(bool(self._config.lag)))
-        policy, *critic = step.results
-        return MinibatchStep(totals.tokens, step.lr, policy, critic[0] if critic else None, step.taken), step.columns
+        return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef), int(bool(self._config.lag)))
 
-    def _moved_too_far(self, step: MinibatchStep) -> bool:
-        limit = self._config.stop_kl
-        return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
+    def _moved_too_far(self, step: Step) -> bool:
+        limit, moved = self._config.stop_kl, step.results["policy"].sums.approx_kl_sum / step.totals.tokens
+        return limit is not None and not moved <= limit  # NaN too
 
 
 def minibatches(

@@ -101,7 +101,7 @@ def training_loop(
         index = cursor.take(config.batch_size)
         rows, totals = method.batch(index)
         step = stepper.step(number, rows, totals)
-        [result] = step.results
+        result = step.results[role]
         metrics = method.metrics(Trained(index, rows, totals, result, time.perf_counter() - start))
         metrics |= {f"{method.name}/grad_norm": result.grad_norm, f"{method.name}/lr": step.lr}
         if number + 1 == steps or number % max(steps // method.evaluations, 1) == 0:

@@ -174,8 +174,9 @@ class Step:
 
     lr: float
     """Of the first model."""
-    results: list[StepStatistics[Any]]
-    """In the order of the models."""
+    totals: StepTotals
+    results: dict[str, StepStatistics[Any]]
+    """By the role of the model."""
     columns: Scores
     """Given back by the first model."""
     taken: bool
@@ -205,10 +206,8 @@ class Stepper:
             each.model.train.remote(rows, totals, rate, share) for each, rate in zip(self._models, rates, strict=True)
         ]
         answers = get_all(calls)
-        results = [read_step(each.sums, answer) for each, answer in zip(self._models, answers, strict=True)]
+        pairs = zip(self._models, answers, strict=True)
+        results = {each.role: read_step(each.sums, answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
-        taken = [
-            self._skipped.check_step(self._stage, each.role, number, result)
-            for each, result in zip(self._models, results, strict=True)
-        ]
-        return Step(rates[0], results, answers[0].scores, all(taken))
+        taken = [self._skipped.check_step(self._stage, role, number, found) for role, found in results.items()]
+        return Step(rates[0], totals, results, answers[0].scores, all(taken))
