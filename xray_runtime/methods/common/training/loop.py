@@ -98,7 +98,7 @@ def training_loop(
         recorder.metrics(first, 0)
     for number in range(done, steps):
         start = time.perf_counter()
-        index = cursor.take(config.batch_size)
+        index = np.array(cursor.take(config.batch_size))
         rows, totals = method.batch(index)
         step = stepper.step(number, rows, totals)
         result = step.results[role]
