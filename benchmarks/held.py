@@ -28,7 +28,7 @@ def peak_bytes(work: Callable[[], object], mapped: int = 0) -> int:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # what was left before is not freed while this counts
+    gc.collect()  # garbage from before must not be freed during the measurement
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

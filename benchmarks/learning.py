@@ -34,7 +34,7 @@ def correct(prompts: list[str], replies: list[str]) -> list[float]:
 
 
 def shuffled(prompts: list[str], replies: list[str]) -> list[float]:
-    """As many right replies as there are, but which they are is drawn."""
+    """The same number of right replies, but assigned at random."""
     scores = correct(prompts, replies)
     random.Random("".join(replies)).shuffle(scores)
     return scores

@@ -69,7 +69,7 @@ def line(row: Sequence[object]) -> None:
 
 
 def start_ray(num_cpus: int) -> None:
-    """A local Ray that says nothing."""
+    """A local Ray without output."""
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "xray"}

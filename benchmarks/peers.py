@@ -9,8 +9,8 @@ optimizer step, and of GRPO and PPO an iteration. The first does not count, nor 
 held-out rows. Memory is that of all processes (X-ray's with its servers), files that are only mapped left out. The
 share of the matrix rate counts the arithmetic of separate rows, so what is not computed twice raises it.
 
-It fails if the two do not do the same work: the losses of the same rows must be equal, and of sampled replies the mean
-reward before the first update within its 99% interval.
+It fails if the two sides do not do the same work: the losses of the same rows must be equal, and of sampled replies the
+mean reward before the first update within its 99% interval.
 """
 
 from __future__ import annotations

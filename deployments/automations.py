@@ -2,7 +2,7 @@
 
 - A run without heartbeats is marked Crashed: its driver and workers were killed together. A retry on its page continues
   from its snapshot.
-- A run that waits for another run in its queue says so instead of Late.
+- A run that waits for another run in its queue is shown as waiting instead of Late.
 - A failed run (a failed audit too) and a candidate that waits for approval notify people: they post {"text": …}, one
   sentence and a link, to XRAY_NOTIFY_URL, as chat services expect. Without that variable they only appear as events.
 """
@@ -102,7 +102,7 @@ def notifications(block_id: Any | None) -> list[Automation]:
 
 
 def _trigger(events: set[str], **options: Any) -> EventTrigger:
-    """A trigger on `events` of flow runs, for each run by itself."""
+    """A trigger on `events` of flow runs, evaluated for each run separately."""
     defaults: dict[str, Any] = {"match": ANY_RUN, "posture": Posture.Reactive, "within": timedelta(0)}
     return EventTrigger(expect=events, for_each={"prefect.resource.id"}, threshold=1, **defaults | options)
 

@@ -30,7 +30,7 @@ def databases(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Service → `HOST:PORT/NAME` of its PostgreSQL, for the services that use one.
 
     Raises:
-        ConfigError: an address is not one of PostgreSQL; the message leaves it out, since it holds a password.
+        ConfigError: an address is not of PostgreSQL; the message omits it, since it contains a password.
     """
     return {name: _shown(_url(name, environment)) for name, variable in VARIABLES.items() if environment.get(variable)}
 
@@ -97,7 +97,7 @@ def _why_not(name: str, url: URL) -> str | None:
     try:
         return asyncio.run(_query_database(url, name == "prefect"))
     except Exception as error:
-        # Errors of the network, the server or the driver; none of them holds the password.
+        # Errors of the network, the server or the driver; none of them contains the password.
         return first_line(error)
 
 

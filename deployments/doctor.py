@@ -118,7 +118,7 @@ def check_memory() -> Iterator[str]:
 
 
 def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
-    """The versions that are installed against those that X-ray was made for."""
+    """Whether the installed versions are those that X-ray needs."""
     engines = {"cpu": list[str](), "cuda": list[str]()}
     try:
         requirements = metadata.requires(distribution) or []
@@ -133,11 +133,11 @@ def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
         for extra, problems in engines.items():
             if requirement.marker.evaluate({"extra": extra}):
                 problems += _unmet(requirement)
-        # Nobody needs every extra; what is installed of one must fit.
+        # Extras are optional, but what is installed of one must have a fitting version.
         is_extension = any(requirement.marker.evaluate({"extra": extra}) for extra in EXTENSIONS)
         if is_extension and _is_installed(requirement.name):
             yield from _unmet(requirement)
-    # One of them is installed: the other's problems are none.
+    # One of the two is enough.
     if all(engines.values()):
         yield from min(engines.values(), key=len)
         return
@@ -170,7 +170,7 @@ def check_gpu(has_driver: bool) -> Iterator[str]:
     """Whether torch loads, and can use the GPU that this machine's driver offers."""
     try:
         import torch
-    # A library that it needs is missing (OSError), or it is half installed.
+    # A library that it needs is missing (OSError), or torch is installed only in part.
     except (ImportError, OSError, AttributeError) as error:
         yield f"torch does not load ({first_line(error)}): run `make install`"
         return
@@ -250,7 +250,7 @@ def check_ports(home: ServerHome) -> Iterator[str]:
 
 
 def check_servers(environment: Environment) -> Iterator[str]:
-    """Servers that the environment names: do they answer?"""
+    """Whether the servers that the environment names answer."""
     try:
         check_ray_address(environment)
     except ConfigError as error:
@@ -274,7 +274,7 @@ def check_servers(environment: Environment) -> Iterator[str]:
 
 
 def check_output(output: Path) -> Iterator[str]:
-    """An output directory that is broken or half done; `xray audit --all` reads every byte of it."""
+    """Whether an output directory is damaged or incomplete; `xray audit --all` reads every byte of it."""
     if not output.exists():
         return
     if not output.is_dir():

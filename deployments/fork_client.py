@@ -1,7 +1,7 @@
 """Ray runs this in place of Python to start a worker: it asks the fork server for the process (`fork_server.py`).
 
-Without an answer, and for a worker whose environment differs by more than the libraries it wants, it starts the worker
-as Ray would. It uses the standard library alone, since each worker waits for its start.
+Without an answer, and for a worker whose environment has other changes than its libraries, it starts the worker as Ray
+would. It only uses the standard library, since it delays the start of every worker.
 
     python -I -S fork_client.py SOCKET VARIABLE PYTHON SCRIPT [ARGUMENT …]
 """
@@ -14,10 +14,11 @@ import socket
 import sys
 
 STARTED = b"started"
-"""A server answers this, or the address of one that has more of what the worker wants."""
+"""Answer of a server that has started the worker. Others answer with the address of one that has imported more for
+it."""
 WORKER = "default_worker.py"
 SETUP = "setup_worker.py"
-"""Ray's scripts: a worker, and what prepares the environment of one that has its own."""
+"""Ray's scripts: a worker, and the program that prepares a worker's own environment."""
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 

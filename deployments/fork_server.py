@@ -1,14 +1,13 @@
 """Ray's workers on this machine, forked from processes that have imported their libraries.
 
 Ray starts Python for each worker, which imports Ray (1 CPU second), and a Workhorse torch, transformers and DeepSpeed
-(6 more) or vLLM (7). Here a worker is the fork of a process that did so once, and shares its memory. The servers are a
-tree, whose branches begin when the first worker wants them:
+(6 more) or vLLM (7). Here a worker is the fork of a process that did so once, and shares its memory. The servers form a
+tree, whose branches start when the first worker needs them:
 
     first server → torch and transformers, or nothing → each kind of libraries → each Ray and job, with Ray → workers
 
-Ray is imported last, since it keeps for good what the environment says of the Ray and the job at that moment.
-`fork_client.py` stands where Ray starts Python. The idea is Android's zygote and `multiprocessing`'s forkserver; Ray
-has none.
+Ray is imported last, since it reads the variables of its cluster and job once, at import. Ray starts `fork_client.py`
+in place of Python. Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
 
 A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
 It ends with the process that started it.
@@ -48,7 +47,7 @@ WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.le
 """Imported together with Ray: the actors of models."""
 POLL_SECONDS = 5.0
 OOM_SCORE = "1000"
-"""As Ray gives it to its workers, so that the kernel ends them first where memory ends."""
+"""As Ray sets it for its workers, so that the kernel kills them first when memory runs out."""
 
 
 class ForkServer:
@@ -61,7 +60,8 @@ class ForkServer:
         client = [sys.executable, "-I", "-S", fork_client.__file__, self.address, VARIABLE, sys.executable]
         with open(os.open(self.command, os.O_WRONLY | os.O_CREAT, 0o700), "w", encoding="utf-8") as script:
             script.write(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-        # The servers end when their input does. Only this process holds its other end, so they end however it does.
+        # The servers end when their input is closed. No other process holds the pipe, so they end however this one
+        # ends.
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address],
             env=KEEP_MEMORY | os.environ,
@@ -80,7 +80,7 @@ _servers: list[ForkServer] = []
 
 def fork_server() -> ForkServer | None:
     """This process's server, which serves each Ray that the process starts. None on other systems than Linux, and on a
-    machine with a GPU, where imports are short beside the start of a model."""
+    machine with a GPU, where imports take little of the time that a model takes to start."""
     if sys.platform != "linux" or has_driver():
         return None
     if not _servers or not _servers[-1].is_alive():
@@ -90,7 +90,7 @@ def fork_server() -> ForkServer | None:
 
 @dataclass(frozen=True)
 class Request:
-    """A worker that Ray wants."""
+    """Ray's request for a worker."""
 
     libraries: str
     arguments: list[str]
@@ -100,7 +100,7 @@ class Request:
     """Its standard streams."""
 
     def path(self) -> tuple[str, str, str]:
-        """The servers that it passes after the first: torch, libraries, Ray and job."""
+        """The servers that it passes through after the first: torch, libraries, Ray and job."""
         torch = "torch" if self.libraries else ""
         return torch, self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
 
@@ -110,7 +110,7 @@ class Request:
 
 
 def receive(connection: socket.socket) -> Request:
-    """Raises OSError, KeyError, TypeError or ValueError if it is not a whole request."""
+    """Raises OSError, KeyError, TypeError or ValueError if the request is incomplete or malformed."""
     _, output, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as content:
         return Request(**json.loads(content.read()), output=output)
@@ -124,7 +124,7 @@ def listen(address: str) -> socket.socket:
 
 
 def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
-    """The next client. Raises SystemExit when nobody will come: the owner of this server, or its raylet, is gone."""
+    """The next client. Raises SystemExit when the owner of this server, or its raylet, is gone."""
     with selectors.DefaultSelector() as ready:
         ready.register(listener, selectors.EVENT_READ)
         ready.register(sys.stdin, selectors.EVENT_READ)
@@ -137,12 +137,12 @@ def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
 
 
 def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> Request:
-    """Fork on request; returns in each worker, with what it is to be.
+    """Fork on request; returns only in the forked workers, each with its request.
 
     Args:
-        path: the first of `Request.path`, which this server has imported.
+        path: the steps of `Request.path` that this server has imported.
     """
-    # Collections would write to the memory that forks share. Nobody waits for ended workers.
+    # Garbage collections would write to memory shared with the forks. No process waits for ended workers.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     raylet = int(os.environ[OF_A_RAY[0]]) if len(path) == RAY_STEP + 1 else None

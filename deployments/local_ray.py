@@ -56,9 +56,10 @@ PATIENT = {
 ALONE = {"RAY_health_check_timeout_ms": "60000"}
 """For a single machine: by default Ray would give it up after five times 10 seconds without an answer."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so both get them ahead."""
+"""Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so they are chosen before
+either starts."""
 MAX_PARENT_BYTES = 107 - len("/xray-12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Length of the path above Ray's directory: that of a Unix socket's may be 107."""
+"""Longest path above Ray's directory: the path of a Unix socket has at most 107 bytes."""
 POLL_SECONDS = 0.1
 
 
@@ -81,8 +82,8 @@ def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
 def private_ray() -> Iterator[None]:
     """Give a Ray that this process starts its own token, and a directory that only this user can open.
 
-    By default Ray uses one token for all runs of a user, and makes its directory readable for everyone, so the
-    directory above it must be closed.
+    By default Ray uses one token for all runs of a user, and makes its directory readable for everyone, so this user
+    alone must have access to the directory above it.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -143,7 +144,7 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_ray())
-        # After the environment of a private Ray is set, which its processes show as theirs.
+        # Its processes must inherit the environment of the private Ray.
         forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
         stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
         try:
@@ -234,7 +235,7 @@ def _patient_node(
             for name in AGENT_PORTS:
                 if not getattr(self._ray_params, name):
                     setattr(self._ray_params, name, free_port())
-                # The raylet reads the port where the agent would write it.
+                # The raylet reads the port from the file that the agent would write.
                 raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
             services.start_ray_process = start_changed
             try:

@@ -1,6 +1,6 @@
 """The services of a single run: a Prefect server and a local Ray, unless PREFECT_API_URL and RAY_ADDRESS name others.
 
-They bind to loopback as far as they can, and need secrets that are made for this run, since other users of the machine
+They bind to loopback where they can, and demand secrets that are made for this run, since other users of the machine
 can reach loopback too.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
 RESTARTS, RESTART_SECONDS = 3, 60.0
-"""The Prefect server is restarted so many times within so many seconds; then the run is given up."""
+"""Maximum restarts of the Prefect server within this many seconds; after more, the run fails."""
 FLUSH_SECONDS = 5
 LOST = 75
 """Exit code of a run whose Ray died (EX_TEMPFAIL)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 IDLE_SECONDS = 240.0
-"""A start has failed when for so long hardly any CPU time is used and nothing is logged."""
+"""A start has failed after this long with hardly any CPU time used and nothing logged."""
 WORKING = 0.01
 """Share of a core that a working process gets even among a hundred others. An idle server uses less."""
 CHECK_SECONDS = 1.0

@@ -28,7 +28,7 @@ QUEUE = "ray"
 SUSPENDED = "Suspended by X-ray:"
 """Start of the message of a run that X-ray resumes by itself, unlike one that waits for a person."""
 NO_HEARTBEAT = "No heartbeat: its process is gone."
-"""Message of the state of a run that Prefect found lost."""
+"""Message of the state of a run that Prefect detected as lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",

@@ -14,7 +14,7 @@ from xray_runtime.kernel.errors import error_summary
 def schedule_cycle(output: Path) -> str | None:
     """Start a run of the deployed flow `flywheel` that works in `output`; returns its name.
 
-    None where there is no server, or no such deployment: the next cycle begins with what was withdrawn anyway.
+    None where there is no server, or no such deployment: the next cycle applies the withdrawal then.
 
     Raises:
         ConfigError: the server does not answer.

@@ -1,4 +1,4 @@
-"""Ray as the task runner of a user's flows: one that they start is as private, and as quick, as that of a command."""
+"""Ray as the task runner of a user's flows: a Ray that it starts is private and starts as fast as a command's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of reward, the verifiers' checks for your own functions, and what a kind of reward is made of. Imports no
+"""Sources of reward, the verifiers' checks for your own functions, and the base classes of a kind of reward. Imports no
 torch."""
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def generator_sleep(setting: Setting) -> dict[str, Any]:
 
 
 def neighbour(setting: Setting) -> dict[str, Any]:
-    """vLLM starts while another process takes a third of the GPU, and neither bills the other's memory to itself."""
+    """vLLM starts while another process takes a third of the GPU, and neither counts the other's memory as its own."""
     context = multiprocessing.get_context("spawn")
     begin, end = context.Event(), context.Event()
     wanted = torch.cuda.get_device_properties(0).total_memory // 3

@@ -387,7 +387,10 @@ PASSED_ON = {
 }
 
 
-@pytest.mark.parametrize("names", short_of(PASSED_ON, "ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2"))
+@pytest.mark.parametrize(
+    "names",
+    short_of(PASSED_ON, "ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2"),
+)
 def test_a_model_goes_on_under_another_layout(
     alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, names: str
 ) -> None:

@@ -31,7 +31,7 @@ class Job(BaseModel):
     as_json: bool = False
     """Whether the result goes to stdout as JSON, and all else to stderr."""
     to_stderr: bool = False
-    """Whether all goes to stderr: whoever started the job has something of its own for stdout."""
+    """Whether all output goes to stderr: the command that started the job writes its own result to stdout."""
 
     @property
     def file(self) -> Path:

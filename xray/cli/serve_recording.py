@@ -85,7 +85,7 @@ def recording_lock(recording: Recording | None, store: LineageStore) -> contextl
 
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
-    """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
+    """Start the recorder after checking existing records. Raises NotServedError if they are not sound."""
     from xray_runtime.kernel.evidence.envelope import Verifier
     from xray_runtime.kernel.history.audit_check import read_log
     from xray_runtime.live.serving import NotServedError

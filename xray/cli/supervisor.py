@@ -1,7 +1,7 @@
 """The supervisor of a run: it monitors the run in a child process, and restarts it when it is lost.
 
-Finished stages are found by their keys and an unfinished stage continues from its snapshot, so a restart is the only
-remedy, whatever stopped. A run without progress for `runtime.stall_timeout_s` is killed and restarted.
+Finished stages are found by their keys and an unfinished stage continues from its snapshot, so a restart is the remedy
+for every failure. A run without progress for `runtime.stall_timeout_s` is killed and restarted.
 """
 
 from __future__ import annotations

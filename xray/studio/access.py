@@ -1,7 +1,8 @@
 """Access to the studio: sessions, the login where it is open to others, and the headers of every answer.
 
 On loopback a session begins without a login, and the name in the address bar must be loopback's: a page elsewhere that
-has its own name resolve to this machine is refused. A POST must carry its session's token, which such a page lacks.
+has its own name resolve to this machine is refused. A POST must carry its session's token, which such a page does not
+have.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Access:
 
     token: str | None
     damaged: Callable[[Request, Exception], Response] = _one_line
-    """The answer where a page cannot be made: a file that it shows may be damaged, or planted."""
+    """The answer if a page cannot be made: a file that it shows may be damaged or forged."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def is_token(self, given: str) -> bool:

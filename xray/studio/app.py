@@ -29,7 +29,7 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
     app.state.studio = studio
 
     def damaged(request: Request, error: Exception) -> Response:
-        """Everything that the pages read, somebody may have damaged: that is one line too, never a traceback."""
+        """Files that the pages read may be damaged: the answer is one line, never a traceback."""
         log.error("%s %s", request.method, request.url.path, exc_info=error)
         reason = ascii(first_line(error))[1:-1][:200]
         line = f"this page cannot be shown ({type(error).__name__}: {reason}): `xray audit` names damaged files"

@@ -15,7 +15,7 @@ SECONDS = 15.0
 
 
 def send_feedback(address: str, key: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]) -> None:
-    """Do as `keep_feedback`, through the feedback API. Raises ConfigError if it does not take all."""
+    """`keep_feedback` through the feedback API. Raises ConfigError if any of it is refused."""
     headers = {"authorization": f"Bearer {key}"} | PLAIN
     for answer, judge, signals in feedback:
         content = {"answer": answer.id, "model": answer.model, "user": judge, **signals}

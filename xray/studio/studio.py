@@ -25,17 +25,17 @@ from xray_runtime.trust.audit.checkpoints import Audit, audit
 log = logging.getLogger(__name__)
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-"""Errors from a file with another content than its writer gave it."""
+"""Errors while reading a file with unexpected content."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A place in the navigation."""
+    """An entry of the navigation."""
 
     address: str
     title: str
     order: int
-    """Where it stands: ours are at 10, 20, …"""
+    """Its position: X-ray's own are at 10, 20, …"""
     is_shown: Callable[[Studio], bool] = lambda studio: True
 
 
@@ -73,7 +73,7 @@ class Studio:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def store(self) -> LineageStore:
-        """The output directory, read again where a checkpoint came or went."""
+        """The output directory, read again after a checkpoint was added or removed."""
         with self._lock:
             changed = (self.output / CHECKPOINTS).stat().st_mtime_ns
             if self._read is None or self._read[0] != changed:
@@ -86,7 +86,7 @@ class Studio:
         self.audited_at = time.time()
 
     def audit_every(self, seconds: float) -> None:
-        """Audit at once, and again and again; for a thread. An audit that fails is tried again at the next turn."""
+        """Audit now and then periodically; for a thread. A failed audit is repeated at the next turn."""
         while True:
             try:
                 self.audit(hashing=True)
@@ -95,7 +95,7 @@ class Studio:
             time.sleep(seconds)
 
     def audit_text(self) -> tuple[str, str]:
-        """(state, text): `unknown`, `sound` or `broken`, and that in words."""
+        """(state, description): `unknown`, `sound` or `broken`, and a line of text."""
         if self.audited is None:
             return "unknown", "not audited since the studio started"
         stale = "" if self.audited.log == view(self.output).head else "; something was published or decided since"
@@ -109,7 +109,7 @@ class Studio:
 
     @cached_property
     def pages(self) -> list[Pages]:
-        """All that plug in."""
+        """All plugs."""
         return [PAGES.get(name) for name in PAGES]
 
     @cached_property

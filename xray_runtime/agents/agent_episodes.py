@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.agents.agent_records import (
@@ -41,21 +40,24 @@ from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import Call
-from xray_runtime.cluster.protocols import ModelHandle, get
+from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.graph.artifacts import EPISODES
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.common.environment import AgentConfig
+    from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 log = logging.getLogger(__name__)
 
+LOG = "agents.log"
+"""Output of the agents."""
 POLL_S = 0.5
 """Seconds between checks, while an agent runs, whether the generator failed."""
 ANEW = ("begun_anew", "stale")
@@ -63,28 +65,14 @@ ANEW = ("begun_anew", "stale")
 
 
 class AgentEpisodes:
-    """Samples the rollouts of one stage whose environment is an agent, as `episodes.Episodes` does of others.
+    """Samples the rollouts of one stage whose environment is an agent."""
 
-    Args:
-        max_prompt: the longest prompt of the dataset, which the context leaves room for.
-        log_path: file for the agents' output.
-        records: file for the records of batches to keep.
-    """
-
-    def __init__(
-        self,
-        generator: ModelHandle,
-        stage: Stage[Any, Any],
-        sampling: Sampling,
-        tokenizer: Any,
-        max_prompt: int,
-        log_path: Path,
-        records: Path,
-    ) -> None:
-        self._generator, self._stage, self._sampling, self._log_path = generator, stage, sampling, log_path
+    def __init__(self, setup: SamplerSetup) -> None:
+        self._stage = stage = setup.stage
+        self._generator, self._sampling, self._log_path = setup.generator, setup.sampling, setup.log_dir / LOG
         self._config: AgentConfig = stage.config.environment
-        self._tokenizer, self._format = tokenizer, chat_format(tokenizer)
-        config, context = self._config, max_prompt + self._config.max_tokens
+        self._tokenizer, self._format = setup.tokenizer, chat_format(setup.tokenizer)
+        config, context = self._config, setup.max_prompt + self._config.max_tokens
         leaves_out = config.untrainable == "leave_out"
         self._limits = EpisodeLimits(config.max_calls, config.max_sampled_tokens, context, leaves_out)
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
@@ -94,11 +82,12 @@ class AgentEpisodes:
             if "call" in entry:
                 call = call_from_json(entry["call"])
                 self._known.setdefault(entry["episode"], {})[call.key] = call
-        self._records_path, self._records = records, read_episodes(records)
+        self._records_path = setup.out / EPISODES
+        self._records = read_episodes(self._records_path)
         # A resumed attempt does not play all episodes of the earlier one again.
         self._records |= {tuple(e["kept"]): e["record"] for e in self._journal.entries(AGENT) if "kept" in e}
         replays = {tuple(e["replay"]): e["record"] for e in self._journal.entries(AGENT) if "replay" in e}
-        self._replays = ReplayedEpisodes(self._generate, sampling, replays)
+        self._replays = ReplayedEpisodes(self._generate, self._sampling, replays)
         self._gateway = Gateway(self._generate, config.host)
         self._runner: Runner | None = None
         self._lock, self._is_closed = threading.Lock(), False

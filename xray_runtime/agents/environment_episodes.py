@@ -21,13 +21,12 @@ import numpy as np
 
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.cluster.protocols import ModelHandle, get
+from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, rollout_of
@@ -35,31 +34,21 @@ from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.common.environment import EnvironmentConfig
+    from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 log = logging.getLogger(__name__)
 
-LOG, AGENT_LOG = "environments.log", "agents.log"
-"""Output of the environments, and of agents."""
-
 
 class Episodes:
-    """Samples the rollouts of one stage whose config has an `environment`; an episode may begin with at most
-    `max_prompt` tokens."""
+    """Samples the rollouts of one stage whose environment answers turn by turn."""
 
-    def __init__(
-        self,
-        generator: ModelHandle,
-        stage: Stage[Any, Any],
-        sampling: Sampling,
-        tokenizer: Any,
-        max_prompt: int,
-        pool: EnvironmentPool,
-    ) -> None:
-        self._generator, self._stage, self._sampling, self._pool = generator, stage, sampling, pool
+    def __init__(self, setup: SamplerSetup, pool: EnvironmentPool) -> None:
+        self._stage = stage = setup.stage
+        self._pool, self._max_prompt = pool, setup.max_prompt
+        self._generator, self._sampling, self._tokenizer = setup.generator, setup.sampling, setup.tokenizer
         self._config: EnvironmentConfig = stage.config.environment
-        self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
+        self._format = chat_format(setup.tokenizer)
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One rollout at a time: episodes of two would have the same numbers.
         self._rollouts = ThreadPoolExecutor(1)

@@ -1,8 +1,8 @@
 """Erasing texts below an output directory: which files hold them, and how each kind of file loses them.
 
 A text is searched as it is, and as JSON, JSON in JSON, and HTML write it. Comparisons lose the rows that have it,
-databases the values; any other file is removed. Weights, encrypted segments, keys and the signed log hold no text to be
-found.
+databases the values; any other file is removed. Weights, encrypted segments, keys and the signed log contain no plain
+text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TextPattern:
 def _forms(text: str) -> Iterator[bytes]:
     for plain in {text, html.escape(text), html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")}:
         for once in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
-            # A database may hold JSON that holds JSON.
+            # A database may contain JSON inside JSON.
             for written in (once, json.dumps(once)[1:-1], json.dumps(once, ensure_ascii=False)[1:-1]):
                 yield written.encode("utf-8", "surrogatepass")
 
@@ -68,7 +68,8 @@ def files_with(output: Path, pattern: TextPattern) -> list[Path]:
 
 
 def _is_in_database(path: Path, pattern: TextPattern) -> bool:
-    """Whether a value of a database has one of the texts: a long one is split over pages, so its bytes do not show."""
+    """Whether a value of a database has one of the texts: a long one is split across pages, so the file's bytes may not
+    contain it."""
     if not is_sqlite(path):
         return False
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as connection:
@@ -115,7 +116,7 @@ def erase_file(path: Path) -> None:
 
 
 def erase_from_database(path: Path, pattern: TextPattern) -> None:
-    """Replace the texts in every value of a database, and write it anew, so that its free pages do not have them."""
+    """Replace the texts in every value of a database, and rebuild it, so that its free pages do not contain them."""
     with contextlib.closing(sqlite3.connect(_main(path), timeout=60)) as connection:
         connection.execute("pragma secure_delete = on")
         for table, column in _columns(connection):
@@ -140,11 +141,11 @@ def loses_rows(path: Path, pattern: TextPattern) -> bool:
 
 
 def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None:
-    """Have a comparison lose the questions and verdicts that have a text, and the verdicts on these questions."""
+    """Remove from a comparison the questions and verdicts that contain a text, and the verdicts on these questions."""
     try:
         contents, is_sound = read_signed(output, comparison, (REPLIES, JUDGEMENTS)), True
     except ConfigError:
-        # A file that somebody else changed loses the texts too, and stays unsigned.
+        # A file with foreign changes loses the texts too, and stays unsigned.
         paths = {name: comparison / name for name in (REPLIES, JUDGEMENTS)}
         contents = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
         is_sound = False
@@ -171,7 +172,7 @@ def _number(line: bytes) -> int | None:
 
 
 def rewrite(output: Path, paths: Iterable[Path], pattern: TextPattern) -> None:
-    """Have databases and comparisons lose the texts."""
+    """Remove the texts from databases and comparisons."""
     comparisons = set()
     for path in paths:
         if is_database(path):

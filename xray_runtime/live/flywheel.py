@@ -1,4 +1,4 @@
-"""The nightly flow: what one cycle of recorded feedback becomes."""
+"""The config of the flywheel: how one cycle of recorded feedback becomes a candidate."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class RewardAndPPO(PPOStageConfig):
 
 class FlywheelConfig(Section):
     """Each field can be set with `xray flywheel --set FIELD=VALUE`. The evaluation, its judges, the gates, the seed and
-    the machine are those of the lifecycle whose output directory it is."""
+    the machine are those of the lifecycle in the same output directory."""
 
     rules: CurateConfig = CurateConfig()
-    """From feedback to rows."""
+    """The rules that turn feedback into training rows."""
     cycles: Count = 7
     """Train on the feedback of this many cycles, and evaluate on their recorded prompts."""
     dpo: DPOConfig | None = None
@@ -39,7 +39,7 @@ class FlywheelConfig(Section):
     ppo: RewardAndPPO | None = None
     """Learn a reward model from pairs, and the policy from its scores."""
     min_rows: Count = 32
-    """With fewer pairs or labels to train on, a cycle ends without training, and the next one has them too."""
+    """With fewer pairs or labels to train on, a cycle ends without training, and the next one includes them."""
     min_prompts: Annotated[int, Field(ge=8)] = 8
     """With fewer recorded prompts to evaluate on, likewise."""
     start: Annotated[str, Field(min_length=1)] | None = None
@@ -49,7 +49,8 @@ class FlywheelConfig(Section):
     on."""
 
     canary: CanaryConfig | None = None
-    """After its gates, the candidate answers this share of the requests to `xray serve --record`; None: of none."""
+    """After its gates, the candidate answers this share of the requests to `xray serve --record`; None: no canary
+    runs."""
 
     @model_validator(mode="after")
     def _method(self) -> Self:

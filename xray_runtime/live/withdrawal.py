@@ -44,7 +44,7 @@ SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
 LIVE = ("champion", "candidate")
 PAGES = "lineage"
 TEXT_FIELDS = {"", "content", "text", "prompt", "input", "better", "correction", "arguments"}
-"""Fields of a recorded row with texts that people wrote and read; names of roles, models and the like are none."""
+"""Fields of a recorded row with texts that people wrote and read; names of roles or models do not count."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _lists(node: Node, pseudonym: str) -> bool:
     try:
         return path.exists() and pseudonym in json.loads(path.read_bytes())
     except (ValueError, TypeError):
-        return True  # damaged, so nobody can tell
+        return True  # damaged, so it may have some
 
 
 def _text_files(output: Path, node: Node) -> Iterator[Path]:
@@ -219,7 +219,7 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
         return []
     try:
         if forget_person(store.tracking_uri, plan.user, plan.key.name) and store.artifacts is not None:
-            # Its free pages have the texts still.
+            # Its free pages still contain the texts.
             erase_from_database(store.output / "mlflow.db", TextPattern(()))
     # MLflow raises errors of its own, of its database and of its client; the text may be there still.
     except Exception as error:
@@ -254,7 +254,7 @@ def reasons_against(store: LineageStore, node: Node) -> list[str]:
 
 
 def refusal(store: LineageStore, node: Node) -> str | None:
-    """One line on why a model must not be live; None if nothing speaks against it. Doubt speaks against it."""
+    """One line on why a model must not be live, also if that cannot be verified; None if it may be."""
     try:
         reasons = reasons_against(store, node)
     except (OSError, ValueError) as error:

@@ -171,8 +171,9 @@ class HeadedLM(nn.Module):
         """This module where it has no auxiliary loss, else one whose passes with gradients note theirs."""
         if self.auxiliary is None:
             return self
-        # A shallow copy, since several threads may be in a pass of this module.
-        module = copy.copy(self)
+        # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
+        # whole new ones.
+        module = HeadedLM.__new__(HeadedLM)
         module.__dict__ = self.__dict__ | {"_auxiliary_losses": list[Tensor]()}
         return module
 
@@ -254,12 +255,14 @@ class HeadedLM(nn.Module):
         layer = self.lm.get_output_embeddings()
         if not isinstance(layer.forward, _ForwardInChunks):
             layer.forward = _ForwardInChunks(layer.forward, self._logits)
-        return layer(hidden, compute)
+        found: T = layer(hidden, compute)
+        return found
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""
         assert self.scalar is not None
-        return self.scalar(hidden).squeeze(-1)
+        found: Tensor = self.scalar(hidden).squeeze(-1)
+        return found
 
 
 class Branch(nn.Module):

@@ -53,19 +53,10 @@ def faulty(task: dict[str, Any]) -> Any:
             time.sleep(1000)
         case "exits":
             os._exit(3)
-        case "floods":
-            while True:
-                print("flood " * 10_000)
         case "leaks":
             leak = []
             while True:
                 leak.append(bytearray(2**24))
-        case "forks":
-            while True:
-                subprocess.Popen(["sleep", "1000"])
-        case "leaks_files":
-            while True:
-                os.open("/", 0)
         case "boolean":
             return True
         case "list":

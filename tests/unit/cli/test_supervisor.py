@@ -24,11 +24,11 @@ from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.log import append
-from xray_runtime.trust.signing import Verifier
 
 Attempt = Callable[[Job], int]
 """Job → exit code of its process."""

@@ -151,7 +151,7 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show(hooks: ty
 def test_the_page_of_engines_says_what_each_can_do(hooks: types.ModuleType) -> None:
     page = hooks.engines_page()
     assert "| lora | yes | yes | – | Adapters" in page
-    assert "| transports | plasma | plasma | plasma, nccl, ipc |" in page
+    assert "| transports | plasma | plasma | plasma | plasma, nccl, ipc |" in page
     for registry in (TRAINERS, GENERATORS):
         assert f"| {' | '.join(f'`{name}`' for name in registry)} |" in page
 

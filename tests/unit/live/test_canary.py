@@ -76,7 +76,7 @@ def live(fresh: Callable[[], Path]) -> tuple[Path, Canary]:
 
 
 def ended(output: Path, canary: Canary, **late: float) -> tuple[str, str] | None:
-    found = Monitor(open_lineage_store(output, None), canary).look(datetime.now(UTC) + timedelta(**late))
+    found = Monitor(open_lineage_store(output, None), canary).check(datetime.now(UTC) + timedelta(**late))
     return (found.outcome, found.reason) if found is not None else None
 
 
@@ -128,7 +128,7 @@ def test_a_flood_by_one_user_decides_nothing(live: tuple[Path, Canary]) -> None:
     record(output, [("ppo-3", "flooder", "down")] * 19 + [("ppo-2", f"user {n}", "up") for n in range(100)])
     record(output, [("ppo-3", "flooder", "")] * 300, begin_at=1000, complete=False)
     monitor = Monitor(open_lineage_store(output, None), canary)
-    assert monitor.look() is None
+    assert monitor.check() is None
     arm = monitor.comparison.arms["candidate"].result()
     assert (arm.answers, arm.judges, arm.users, arm.errors) == (319, 1, 1, 0.0)
     # Nor do 300 judges of one person's answers.
@@ -154,7 +154,7 @@ def test_an_undecided_canary_is_said_to_be_undecided(live: tuple[Path, Canary]) 
     record(output, both(5, "up", "up"))
     assert ended(output, canary, hours=23) is None
     assert ended(output, canary, hours=25) == ("undecided", "24 hours were not enough")
-    settled = Monitor(open_lineage_store(output, None), canary).look(datetime.now(UTC) + timedelta(hours=25))
+    settled = Monitor(open_lineage_store(output, None), canary).check(datetime.now(UTC) + timedelta(hours=25))
     assert settled is not None
     end(output, settled)
     with pytest.raises(NotPromoted, match="canary undecided"):

@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.cluster.protocols import Ready
 from xray_runtime.cluster.stage import Stage
@@ -83,18 +84,6 @@ def make(tmp_path: Path, tokenizer: Any) -> Make:
     return made
 
 
-class Notes:
-    """A recorder that keeps metrics."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self.values |= values
-
-
 @contextlib.contextmanager
 def in_process(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """WholeModels that score in this process."""
@@ -113,11 +102,11 @@ def in_process(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {role: opened(spec) for role, spec in specs.items()}
 
 
-def reward_base(model: Path | str, out: Path, data: Path | None = None, **fields: Any) -> Notes:
+def reward_base(model: Path | str, out: Path, data: Path | None = None, **fields: Any) -> FakeRecorder:
     """Run the stage."""
     out.mkdir()
     inputs = RewardBaseInputs(None if data is None else Dataset(data))
-    config, recorder = RewardBaseConfig(model=str(model), **fields), Notes()
+    config, recorder = RewardBaseConfig(model=str(model), **fields), FakeRecorder(out)
     stage = Stage("judge", 7, config, inputs, RuntimeConfig(), in_process)
     assert run(stage, out, recorder) == 0  # type: ignore[arg-type]
     return recorder

@@ -1,5 +1,5 @@
 """Attention as on CUDA, by torch's kernel for sequences of different lengths, against the CPU's. A stand-in in float64
-takes the kernel's place, with the arguments that three versions of torch know. And how often a pass waits for a GPU."""
+takes the kernel's place, with the arguments that versions of torch know. And how often a pass waits for a GPU."""
 
 from __future__ import annotations
 
@@ -43,19 +43,9 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float | None,
     return torch.cat(outs)
 
 
-def torch_2_11(
+def before_2_13(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:  # fmt: skip
-    assert query.shape[1] == key.shape[1]
-    return kernel(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
-
-
-def torch_2_12(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    k_cache: Any = None, v_cache: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None,
-    page_table: Any = None, seqused_k: Any = None,
 ) -> Tensor:  # fmt: skip
     assert query.shape[1] == key.shape[1]
     return kernel(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
@@ -73,9 +63,6 @@ def torch_2_13(
     return kernel(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
 
 
-VERSIONS = (torch_2_11, torch_2_12, torch_2_13)
-
-
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch, version: Callable[..., Tensor]) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", version)
 
@@ -85,7 +72,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch, version: Callable[..., Tensor]) 
     monkeypatch.setattr(packing, "_attention", attention)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [before_2_13, torch_2_13])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_kernels_are_the_blocks(
@@ -172,9 +159,7 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     return found.counts
 
 
-def test_a_micro_batch_synchronizes_with_the_gpu_a_few_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_micro_batch_synchronizes_with_the_gpu_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     few = waits(1, 2**20, monkeypatch)
     # One more in each layer, or in each chunk of logits, would be seen.
     assert waits(3, 2**20, monkeypatch) == few

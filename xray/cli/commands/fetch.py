@@ -59,7 +59,7 @@ def command(
             if "/" in name or not is_safe(name):
                 raise ConfigError(f"--output: {name[:80]!a} in its {LIFECYCLE} is not allowed: is no checkpoint's name")
             directory = store.root / name
-            # Every byte is read: the memory of digests does not see bits that rot.
+            # Every byte is read: remembered digests do not notice damaged bits.
             sound = not verify(directory) and store.is_sound(directory)
             fetched = not sound and store.fetch(directory)
             if not sound and not fetched:

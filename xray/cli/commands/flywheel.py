@@ -54,7 +54,7 @@ def command(
         put(data, field, value, f"--set {field}")
     wanted = validate_as(FlywheelConfig, data)
     check_ray_address()
-    # Bad input is named before a server starts; the flow goes on with this very cycle.
+    # Bad input is reported before a server starts; the flow continues this cycle.
     cycle = begin_cycle(output.absolute(), wanted, release is not None)
     console = Console(stderr=True, highlight=False)
     if cycle is None:

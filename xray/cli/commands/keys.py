@@ -33,10 +33,10 @@ def show(output: Root) -> None:
 
 @command.command()
 def trust(
-    key: Annotated[Path, typer.Argument(metavar="KEY", help="Public key in PEM, of which you know whose it is.")],
+    key: Annotated[Path, typer.Argument(metavar="KEY", help="Public key in PEM, whose owner you know.")],
     output: Root,
 ) -> None:
-    """Use what the owner of another key signed: checkpoints of a shared store, another directory or a bundle.
+    """Trust what the owner of another key signed: checkpoints of a shared store, another directory or a bundle.
 
     Exit codes: 0 done, 2 bad input.
     """

@@ -28,9 +28,9 @@ def command(
         list[str] | None, typer.Option(help="A person whose assessments count, as MLflow names them; repeatable.")
     ] = None,
     queue: Annotated[str, typer.Option(help="Name of the review queue.")] = "recorded answers",
-    limit: Annotated[int, typer.Option(help="So many of the newest answers are shown.")] = 500,
+    limit: Annotated[int, typer.Option(help="Number of the newest answers to show.")] = 500,
     most_of_one: Annotated[
-        int, typer.Option(help="Most new feedback of one judge; the next time takes the rest.")
+        int, typer.Option(help="Maximum new feedback per judge; the next call takes the rest.")
     ] = 200,
     serve: Annotated[
         str | None,
@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Show recorded answers in MLflow's traces and review queue, and take what the judges said there as feedback.
 
-    The texts are plain in MLflow: give it a login. Without one, anyone can sign with any name. `xray withdraw` removes
-    a person's traces, and so does the next `xray reviews` where they have expired.
+    MLflow stores the texts unencrypted: protect it with a login. Without one, anyone can sign with any name.
+    `xray withdraw` removes a person's traces, and the next `xray reviews` those that have expired.
     Exit codes: 0 done, 1 something could not be attributed and was not taken, 2 bad input.
     """
     from xray_runtime.kernel.history.reference import open_lineage_store

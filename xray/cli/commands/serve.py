@@ -62,7 +62,8 @@ def command(
         bool, typer.Option("--record", help="Keep answers to people who agreed, encrypted and signed: docs/serving.md.")
     ] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="With --record: a rule of it; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="With --record: set one of its rules; repeatable."),
     ] = None,
     tracking_uri: Tracking = None,
     public_key: PublicKey = None,

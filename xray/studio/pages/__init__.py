@@ -1,1 +1,1 @@
-"""One module a plug: `PAGES`, its routes and their places in the navigation. Other packages: `xray.pages`."""
+"""One module per plug: `PAGES`, its routes and their positions in the navigation. Other packages: `xray.pages`."""

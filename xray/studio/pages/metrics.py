@@ -116,5 +116,5 @@ def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:
     ended = canary.ended
     if ended is None:
         monitor = Monitor(store, canary, None)
-        ended = monitor.look() or monitor.decision("undecided", "")
+        ended = monitor.check() or monitor.decision("undecided", "")
     yield from canary_gauges(CanaryState(canary.ended is None, ended.arms))

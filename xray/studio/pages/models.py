@@ -126,7 +126,7 @@ def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Promot
 
 
 def _seen(review: promotion.PromotionReview) -> str:
-    """Changes with anything that a person decides on."""
+    """A digest that changes with everything a person decides on."""
     facts = [review.version, review.candidate.sha256, review.champion and review.champion.checkpoint, review.evidence]
     return digest([*facts, [gate.model_dump() for gate in review.gates]])
 

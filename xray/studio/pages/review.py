@@ -1,4 +1,4 @@
-"""Review: a person judges, without knowing which model stands where; verdicts are those of `xray compare`."""
+"""Review: a person judges, without knowing which model is on which side; verdicts are those of `xray compare`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _session(studio: Studio, name: str) -> Path:
 
 @router.get("/review")
 def sessions(request: Request) -> Response:
-    """Everything that there is to judge."""
+    """Everything that can be judged."""
     studio, judge = studio_of(request), _judge(request)
     open_sessions = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
     recorded = len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None

@@ -31,7 +31,7 @@ Number = Annotated[int, Parameter(ge=0, lt=10**9)]
 
 
 _kept: OrderedDict[Any, Selection] = OrderedDict()
-"""The last selections: their rows are found once, and read a page at a time."""
+"""The last selections: their rows are selected once, and read a page at a time."""
 _lock = threading.Lock()
 
 
@@ -47,7 +47,7 @@ def _number(text: str, field: str) -> float | None:
 
 
 def _count(text: str, field: str) -> int | None:
-    """A number from 0 on; None for an empty field."""
+    """A number of at least 0; None for an empty field."""
     text = text.strip()
     if text and not COUNT.fullmatch(text):
         raise ConfigError(f"{field}: {text[:80]!a} is not allowed: must be a number of at most 9 digits")

@@ -1,4 +1,4 @@
-"""Runs: the list with its audit state, and one run as it goes on."""
+"""Runs: the list with its audit state, and the progress of one run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNNING = "running"
 
 
 def runs(output: Path) -> list[dict[str, Any]]:
-    """Every run that the signed log knows, newest first: id, name, place, begun, status, registered version."""
+    """Every run that the signed log knows, newest first: its id, log entry, status, stages and record."""
     log = view(output)
     open_runs, last = log.open_runs(output), {run.place: run_id for run_id, run in log.runs.items()}
     listed_runs = []
@@ -85,7 +85,7 @@ def run_page(request: Request, run_id: str) -> Response:
 
 @router.get("/runs/{run_id}/live")
 def live(request: Request, run_id: str) -> Response:
-    """The part of the page that changes; htmx asks for it while the run goes on."""
+    """The part of the page that changes; htmx requests it while the run is active."""
     return _run_page(request, run_id, "run_part.html")
 
 

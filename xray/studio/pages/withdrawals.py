@@ -1,4 +1,4 @@
-"""Withdrawals: what was withdrawn and whether that holds, and a new one; what `xray withdraw` does."""
+"""Withdrawals: those in the log, whether they still hold, and a form for another; as `xray withdraw`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def withdraw(request: Request, fields: Fields) -> Response:
 
 
 def _seen(store: LineageStore, plan: withdrawal.Withdrawal) -> str:
-    """Changes with the list that a person decides on."""
+    """A digest that changes with the list that a person decides on."""
     files = [path.relative_to(store.output).as_posix() for path in plan.files]
     return digest([plan.subject, [n.sha256 for n in plan.holders], [n.sha256 for n in plan.descendants], files])

@@ -12,21 +12,19 @@ import numpy as np
 
 from xray_runtime.agents.environment_episodes import Episodes, answer_key
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.ledger import ANSWERS, answered_iterations
 from xray_runtime.data.tokenizing import turns
-from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSource
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.reward_sources import ENVIRONMENT
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.kernel.config.section import Section
 
 LOG = "environments.log"
 COLUMNS = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
@@ -34,32 +32,24 @@ COLUMNS = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
 
 class EnvironmentSource(EpisodeSource):
     @contextmanager
-    def open(
-        self,
-        stage: Stage[Any, Any],
-        generator: ModelHandle,
-        sampling: Sampling,
-        tokenizer: Any,
-        max_prompt: int,
-        log_dir: Path,
-        out: Path,
-    ) -> Iterator[Episodes]:
-        config = stage.config.environment
+    def open(self, setup: SamplerSetup) -> Iterator[Episodes]:
+        config, log_path = setup.stage.config.environment, setup.log_dir / LOG
         with ExitStack() as stack:
-            pool = EnvironmentPool(config.path, config.num_workers, config.timeout_s, config.memory_mb, log_dir / LOG)
-            episodes = Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
+            pool = EnvironmentPool(config.path, config.num_workers, config.timeout_s, config.memory_mb, log_path)
+            episodes = Episodes(setup, pool)
             stack.callback(episodes.close)
             stack.enter_context(pool)
             yield episodes
 
-    def restore(self, checkpoint: Path, config: PPOConfig, last: int, journal: Journal) -> bool:
+    def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         from xray_runtime.models.causal_lm import load_tokenizer
 
-        found = False
+        tokenizer = None
         for number, table in answered_iterations(checkpoint / LEDGER, last):
-            journal.write_entries(number, list(_lines(table, number, config, load_tokenizer(checkpoint))))
-            found = True
-        return found
+            assert isinstance(config, PPOConfig)  # no other kind of stage has a ledger
+            tokenizer = tokenizer or load_tokenizer(checkpoint)
+            journal.write_entries(number, list(_lines(table, number, config, tokenizer)))
+        return tokenizer is not None
 
 
 def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ def _allowed(path: str) -> str:
 Source = Annotated[str, Field(min_length=1), AfterValidator(without_login)]
 """A file, a directory, a name or an address."""
 Address = Annotated[str, Field(pattern=r"^https?://[^\s?#]+$"), AfterValidator(without_login)]
-"""Of a server; the keys for it come from the environment (`kernel.credentials.API_KEYS`)."""
+"""The address of a server; keys for it come from the environment (`kernel.credentials.API_KEYS`)."""
 
 
 def _distinct(names: dict[str, str]) -> dict[str, str]:

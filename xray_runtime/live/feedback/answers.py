@@ -1,4 +1,4 @@
-"""Feedback about a recorded answer, as applications send it, and how much of it is taken."""
+"""Feedback about a recorded answer, as applications send it, and its hourly limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FeedbackBody(BaseModel):
     user: Annotated[str, Field(max_length=256)] | None = None
     """The person who judges; default: the one who was answered."""
     model: Sha256 | None = None
-    """sha256 of the model that is believed to have answered; feedback about another one is refused."""
+    """sha256 of the model that the client expects; feedback about another model's answer is refused."""
     thumb: Literal["up", "down"] | None = None
     score: Annotated[float, Field(ge=0.0, le=1.0, strict=False)] | None = None
     correction: Text | None = None

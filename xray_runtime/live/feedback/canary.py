@@ -2,8 +2,9 @@
 
 Only randomly assigned requests count. Each person counts once for each model, by the first feedback (thumb or
 score) and the first answer, so a flood by one user is one observation. Both are compared by confidence sequences, which
-hold however often one looks; together they roll back a candidate that is no worse with probability ALPHA at most.
-Segments are read in order, and the first that decides, decides: a comparison that is repeated gives the same result.
+stay valid however often they are checked; together they roll back a candidate that is not worse with probability at
+most ALPHA.
+Segments are read in order and the first decisive one counts, so a repeated comparison gives the same result.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Arm:
             self.errors.add(float(not complete))
 
     def add_feedback(self, judge: str, asker: str, value: float) -> None:
-        # Neither one judge of many answers, nor many judges of one person's, count more than once.
+        # A judge of many answers counts once, and so do many judges of one person's answers.
         if not {judge, asker} & self._judges:
             self.feedback.add(value)
         self._judges |= {judge, asker}
@@ -134,24 +135,24 @@ class Monitor:
         self._deadline = datetime.fromisoformat(canary.began.at) + timedelta(hours=canary.began.rules.max_hours)
         self._keys = UserKeys(self._output / RECORDED / KEYS, writable=False)
 
-    def look(self, now: datetime | None = None) -> CanaryEnded | None:
+    def check(self, now: datetime | None = None) -> CanaryEnded | None:
         """The canary's end as the records have it, in the log or due now; None: it goes on.
 
         Records that are missing, or that cannot be verified, end it.
         """
         now = now or datetime.now(UTC)
         try:
-            # A segment that expires as it is looked for is not missing the second time.
+            # A segment may expire during the check; the second attempt knows that it has expired.
             try:
-                return self._look(now)
+                return self._check(now)
             except ConfigError:
                 time.sleep(RETRY_SECONDS)
-                return self._look(now)
-        # Whatever cannot be read cannot be vouched for.
+                return self._check(now)
+        # Records that cannot be read cannot be verified.
         except (OSError, ValueError, KeyError, TypeError) as error:
             return self.decision("rolled back", f"its record cannot be verified ({first_line(error)})")
 
-    def _look(self, now: datetime) -> CanaryEnded | None:
+    def _check(self, now: datetime) -> CanaryEnded | None:
         began = self.canary.began
         known = evidence().sound_view(self._output, self._public).state(Canaries).get(self.canary.id)
         if known is None:
@@ -172,7 +173,7 @@ class Monitor:
                 break
             path = self._output / RECORDED / segment_name(number)
             if file_sha256(path) != chain.segments[number]:
-                raise ValueError(f"{RECORDED}/{path.name}: its bytes are others")
+                raise ValueError(f"{RECORDED}/{path.name}: its bytes were changed")
             for row in read_segment(path):
                 self.comparison.add(row, self._keys)
             self.through = number
@@ -192,5 +193,5 @@ def decide(store: LineageStore, canary: Canary) -> CanaryEnded | None:
     """The end of a canary, which is written if it is due; None: it goes on."""
     if canary.ended is not None:
         return canary.ended
-    found = Monitor(store, canary).look()
-    return end(store.output, found) if found is not None else None
+    decision = Monitor(store, canary).check()
+    return end(store.output, decision) if decision is not None else None

@@ -5,7 +5,7 @@
     people.json      pseudonym → rows with it: whose withdrawal concerns this checkpoint
     stats.json       counts, and what could not be used, by reason
 
-Texts are plain in it, so it is made of sound segments alone, and only of people whose key is still there.
+Texts are plain in it, so it only uses sound segments, and only texts of people whose key still exists.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
 
 
 def collect(lineage: LineageStore, project: str, by: str, first: int, last: int) -> CheckpointRef:
-    """Publish the feedback in the segments `first` to `last`, unless this very dataset is there already.
+    """Publish the feedback in the segments `first` to `last`, unless this dataset exists already.
 
     Args:
         project: MLflow's experiment.
@@ -100,7 +100,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    # Replies of a model that must not be learned from must not be learned from either.
+    # Replies of a withdrawn model must not be trained on either.
     nodes = lineage.graph.nodes if view(lineage.output).state(Withdrawals) else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)

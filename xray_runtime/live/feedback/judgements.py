@@ -18,7 +18,7 @@ from xray_runtime.kernel.seeding import derive_seed
 
 Model = Literal["a", "b"]
 Verdict = Literal["a", "b", "tie", "bad", "skip"]
-"""`bad`: neither will do; `skip`: no opinion."""
+"""`bad`: neither is acceptable; `skip`: no opinion."""
 
 KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 """Key that a person presses → its meaning."""

@@ -44,7 +44,7 @@ class PublishedDataset:
 
 
 def publish(lineage: LineageStore, project: str, by: str) -> PublishedDataset:
-    """Publish all judgements of the output directory, unless this very dataset is there already.
+    """Publish all judgements of the output directory, unless this dataset exists already.
 
     Args:
         project: MLflow's experiment.

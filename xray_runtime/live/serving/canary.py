@@ -1,4 +1,4 @@
-"""The canary of a served champion: begins, is watched and ends as the signed log and the records say."""
+"""The canary of a served champion: begins, is monitored and ends as the signed log and the records say."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from xray_runtime.live.serving.choice import ModelChoice, require_sound
 from xray_runtime.live.serving.replica import ServedModel
 from xray_runtime.live.serving.server import Server
 
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 
 
 class CanaryFollower:
-    """Call `step` again and again.
+    """Starts, monitors and ends canaries; call `step` periodically.
 
     Args:
         name: the registered model whose champion is served.
@@ -47,16 +47,16 @@ class CanaryFollower:
         self._name, self._load, self._records, self._public, self._clock = name, load, records, public, clock
         self._monitor: Monitor | None = None
         self._passed_over: str | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def step(self, champion: str) -> str | None:
-        """Begin, watch or end; returns what happened, as a line.
+        """Begin, monitor or end; returns what happened, as a line.
 
         Args:
             champion: sha256 of the served champion.
         """
         if self._monitor is not None:
-            return self._watch(self._monitor, champion)
+            return self._check(self._monitor, champion)
         canary = running(view(self._output), self._name)
         if canary is None or canary.id == self._passed_over:
             return None
@@ -68,7 +68,7 @@ class CanaryFollower:
     def _begin(self, canary: Canary, champion: str) -> str:
         began = canary.began
         monitor = Monitor(open_lineage_store(self._output, self._tracking_uri), canary, self._public)
-        decision = monitor.look()
+        decision = monitor.check()
         if decision is None and began.champion != champion:
             decision = monitor.decision("undecided", f"{began.champion[:12]} is not the champion any more")
         if decision is None:
@@ -78,7 +78,7 @@ class CanaryFollower:
                 decision = monitor.decision("rolled back", f"it cannot be served ({error})")
         if decision is not None:
             return self._end(monitor, decision)
-        self._monitor, self._next_look = monitor, self._clock() + LOOK_SECONDS
+        self._monitor, self._next_check = monitor, self._clock() + CHECK_SECONDS
         self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return f"canary: {began.candidate[:12]} answers {began.rules.share:.0%} of users"
 
@@ -93,24 +93,24 @@ class CanaryFollower:
         require_sound(choice, self._public)
         return choice
 
-    def _watch(self, monitor: Monitor, champion: str) -> str | None:
+    def _check(self, monitor: Monitor, champion: str) -> str | None:
         failure = self._server.candidate_failure
         if failure is not None:
             return self._end(monitor, monitor.decision("rolled back", f"its engine died ({failure})"))
         if monitor.canary.began.champion != champion:
             reason = f"{monitor.canary.began.champion[:12]} is not the champion any more"
             return self._end(monitor, monitor.decision("undecided", reason))
-        if self._clock() < self._next_look:
+        if self._clock() < self._next_check:
             return None
-        self._next_look = self._clock() + LOOK_SECONDS
-        decision = monitor.look()
+        self._next_check = self._clock() + CHECK_SECONDS
+        decision = monitor.check()
         if decision is not None:
             return self._end(monitor, decision)
         self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return None
 
     def _end(self, monitor: Monitor, decision: CanaryEnded) -> str:
-        # The requests come first: they must not wait for the disk.
+        # Requests are rerouted first: they must not wait for the disk.
         self._server.end_canary()
         self._server.canary = CanaryState(False, decision.arms)
         self._monitor, self._passed_over = None, monitor.canary.id

@@ -20,16 +20,16 @@ class RecordingConfig(Section):
     """Paths on which people have agreed to be recorded. On others, and on these for `x-xray-record: no`, only requests
     with the header `x-xray-record: yes` are."""
     sample: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """The share of these requests that is kept, drawn at random."""
+    """The share of these requests to record, chosen at random."""
     redact: Function | None = None
     """`module:function`, called with the texts of each record before it is encrypted: `{"request": …, "answer": …}` or
     `{"feedback": …}`. It returns what may be kept, or None to keep nothing."""
     retention_days: Count = 30
     """Records are removed once they are older."""
     answers_per_hour: Count = 1000
-    """Most answers to one user that are kept in an hour."""
+    """Maximum recorded answers per user and hour."""
     feedback_per_hour: Count = 60
-    """Most feedback that is taken from one user in an hour."""
+    """Maximum feedback per user and hour."""
 
 
 class ReviewsConfig(Section):
@@ -42,4 +42,4 @@ class ReviewsConfig(Section):
     limit: Count = 500
     """Number of the newest answers to show in MLflow."""
     most_of_one: Count = 200
-    """Most new feedback to take from one judge at a time; the rest is taken the next time."""
+    """Maximum new feedback per judge and call; the next call takes the rest."""

@@ -42,7 +42,7 @@ class Exchange:
 def texts_of(exchange: Exchange) -> dict[str, Any]:
     """`{"request": …, "answer": …}`: the request as it came; choices or output of the answer, and its `usage`.
 
-    A streamed answer is put together: it is what would have come whole. Raises ValueError if either is not JSON.
+    A streamed answer is assembled as if it had not been streamed. Raises ValueError if either is not JSON.
     """
     request = json.loads(exchange.request)
     if not isinstance(request, dict):

@@ -1,4 +1,4 @@
-"""Refuses requests whose JSON the engine's server would fail at: nested too deeply, or with half a character."""
+"""Refuses requests with JSON that breaks the engine's server: nested too deeply, or with an unpaired surrogate."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp as App, Message, Receive, Send
 SHA256_HEADER = "x-xray-model-sha256"
 PROXY_HEADER = "x-xray-front"
 CANARY_HEADER = "x-xray-canary"
-"""The reverse proxy sets it: the candidate's sha256, in requests for which it draws lots."""
+"""The reverse proxy sets it: the candidate's sha256, in requests that are randomly assigned."""
 OPEN_PATHS = ("/health",)
 """Load balancers request these paths without a key."""
 MAX_BODY_BYTES = 4 * 2**20

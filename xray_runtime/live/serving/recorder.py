@@ -1,7 +1,7 @@
 """The recorder of `xray serve --record`: one Ray actor beside the command keeps the answers that replicas copy to it.
 
 Rows wait in memory until their segment is on disk; only then is a call of `keep` or `feedback` answered. If the disk is
-full or away, writing is tried again, the replicas' outboxes fill, and they count what is lost. If this process is
+full or unavailable, writing is retried, the replicas' outboxes fill, and they count what is lost. If this process is
 killed, Ray starts it again, and the replicas send again what was not on disk.
 """
 
@@ -254,7 +254,7 @@ class AnswerRecorder:
             self._hurry.clear()
             rows, lost = list(self._rows.values()), dict(self._lost)
             await asyncio.to_thread(self._write, writer, rows, lost)
-        # The disk is full or away, the key cannot be read, …: serving goes on.
+        # The disk is full or unavailable, the key cannot be read, …: serving continues.
         except Exception as error:
             self._writer = None
             # The next attempt must not wait for more rows.

@@ -1,7 +1,7 @@
 """Beside the answers of a replica: a copy of those that may be recorded goes to the recorder, and feedback is taken.
 
 Nothing here waits before or during an answer. Copies wait in a bounded outbox until the recorder has them on disk; it
-may be away, killed or out of disk space meanwhile. A copy that finds the outbox full is lost and counted.
+may be unavailable, killed or out of disk space meanwhile. A copy that finds the outbox full is lost and counted.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Outbox:
             try:
                 skipped = await self._keep(batch, lost, self._closing)
                 break
-            # The recorder was killed, or its node is away: whatever Ray raises then.
+            # The recorder was killed, or its node is gone: Ray raises various errors then.
             except Exception as error:
                 log.warning("recording: %d answers wait for the recorder (%s)", self._waiting, type(error).__name__)
                 await asyncio.sleep(wait_s)
@@ -212,7 +212,7 @@ class RecordingMiddleware:
         try:
             bearer = key.strip() if scheme.lower() == "bearer" else ""
             status, content = await self._feedback(body, key_digest(bearer))
-        # As in `Outbox`: the recorder is away.
+        # As in `Outbox`: the recorder is unavailable.
         except Exception as error:
             log.warning("recording: feedback cannot be taken (%s)", type(error).__name__)
             status, content = 503, {"error": {"message": "the recorder is away: send it again later", "code": 503}}

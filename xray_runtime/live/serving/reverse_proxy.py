@@ -1,6 +1,6 @@
 """The clients' port: an HAProxy in front of the replicas.
 
-Two back ends take turns. While one gets the requests, the next model's replicas are entered into the other; then one
+Two back ends take turns. While one gets the requests, the next model's replicas are set in the other; then one
 entry of a map changes, and every later request goes there, also on open connections, while requests under way finish
 where they started. HAProxy reads the map for each request, so nothing is restarted.
 
@@ -77,16 +77,16 @@ frontend front
     bind {host}:{port}
     http-request set-header {header} {secret}
     http-request del-header {canary}
-    http-request set-var(txn.who) req.hdr(x-xray-user)
-    http-request set-var(txn.who) req.hdr(x-xray-conversation) unless {{ var(txn.who) -m len gt 0 }}
+    http-request set-var(txn.subject) req.hdr(x-xray-user)
+    http-request set-var(txn.subject) req.hdr(x-xray-conversation) unless {{ var(txn.subject) -m len gt 0 }}
     http-request set-var(txn.canary) str(candidate),map(map)
-    acl drawn var(txn.who) -m len gt 0
+    acl has_subject var(txn.subject) -m len gt 0
     acl canary var(txn.canary) -m len 64
     http-request set-var(txn.share) str(share),map(map)
-    http-request set-var-fmt(txn.lot) "%[var(txn.canary)]:%[var(txn.who)]"
-    http-request set-header {canary} %[var(txn.canary)] if drawn canary
-    acl chosen var(txn.lot),sha2(256),bytes(0,4),be2dec(,4),sub(txn.share) -m int lt 0
-    use_backend canary if drawn canary chosen
+    http-request set-var-fmt(txn.bucket) "%[var(txn.canary)]:%[var(txn.subject)]"
+    http-request set-header {canary} %[var(txn.canary)] if has_subject canary
+    acl assigned var(txn.bucket),sha2(256),bytes(0,4),be2dec(,4),sub(txn.share) -m int lt 0
+    use_backend canary if has_subject canary assigned
     use_backend %[str(served),map(map)]
 """
 

@@ -19,11 +19,9 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, bootstrap_ratio, pass_at_k, wilson_interval
-from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.benchmark.config import (
@@ -36,10 +34,8 @@ from xray_runtime.methods.benchmark.config import (
 )
 from xray_runtime.methods.common.results import plain_numbers, write_results
 from xray_runtime.methods.common.sampling.episode import episode_means
-from xray_runtime.methods.common.sampling.episode_source import open_episodes, sample_all
-from xray_runtime.methods.common.sampling.sampled_replies import sample_replies, sampling_of
-from xray_runtime.methods.common.sampling.scoring import shown_episodes
-from xray_runtime.methods.common.sampling.turns import sampling_turn
+from xray_runtime.methods.common.sampling.policy_replies import sample_groups_of
+from xray_runtime.methods.common.sampling.scoring import own_texts, shown_episodes
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -49,6 +45,7 @@ from xray_runtime.rewards.verifiers import VerifierSource
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.batch import Rollout
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.inputs import BenchmarkInputs
 
@@ -118,7 +115,8 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, 
     config = stage.config
     verifier = VerifierSource(config.verifier, f"{stage.name}.verifier")
     verifier.check(stage.inputs.prompts.path, ())
-    prompts, columns, replies = _sampled(stage, recorder, config.samples)
+    prompts, columns, tokenizer, sampled = _sampled(stage, recorder, out, config.samples, config.max_new_tokens)
+    replies = own_texts(tokenizer, sampled)
     column = config.verifier.column
     if column is not None and column not in columns:
         raise ValueError(
@@ -154,7 +152,8 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, 
 def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
     patterns = {name: _pattern(f"{stage.name}.lists.{name}", words) for name, words in config.lists.items()}
-    prompts, _, replies = _sampled(stage, recorder, 1)
+    prompts, _, tokenizer, sampled = _sampled(stage, recorder, out, 1, config.max_new_tokens)
+    replies = own_texts(tokenizer, sampled)
     numbers: dict[str, Any] = {"replies": len(replies)}
     for name, pattern in sorted(patterns.items()):
         share = sum(bool(pattern.search(reply)) for reply in replies) / len(replies)
@@ -169,35 +168,20 @@ def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder, 
 
 
 def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
-    config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
-    found = UniquePrompts(tokenizer, side, limit, stage.seal)
-    limit = found.room
-    chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
-    rows = [prompt for prompt in chosen for _ in range(config.samples)]
-    sampling = sampling_of(config, policy, tokenizer)
-    spec = GeneratorSpec(policy, limit + config.environment.max_tokens, config.generator)
-    with (
-        stage.open_models({"generator": spec}) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
-    ):
-        assert episodes is not None
-        done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
-        prompts, columns = [found[row] for row in rows], found.columns(rows)
-        with sampling_turn(stage.runtime, models["generator"]):
-            played = sample_all(episodes, prompts, columns, group_size=config.samples, done=done)
+    config = stage.config
+    prompts, _, tokenizer, played = _sampled(stage, recorder, out, config.samples, config.environment.max_tokens)
     rewards = torch.from_numpy(played.episode_reward).view(-1, config.samples)
     scored = ~rewards.isnan()
     if not scored.any():
         raise RuntimeError(f"{stage.name}: every episode failed; {played.failure[0]}")
-    numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~scored).double().mean())}
+    numbers: dict[str, Any] = {"episodes": len(rewards.view(-1)), "failed": float((~scored).double().mean())}
     by_prompt = scored.any(1)
     for name, values in {"success": (rewards >= config.success).double(), "reward": rewards}.items():
         means = torch.where(scored, values, torch.nan).nanmean(1)[by_prompt]
         mean, low, high = bootstrap_interval(means, config.bootstrap_samples, _resamples(stage))
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
     numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played)
-    prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
+    prompt_texts = [prompt_text(messages) for messages in prompts]
     outcomes = zip(shown_episodes(tokenizer, played), rewards.view(-1).tolist(), strict=True)
     shown = [
         {"prompt": prompt, "episode": episode, "reward": None if math.isnan(reward) else reward}
@@ -242,19 +226,16 @@ def _resamples(stage: Stage[Any, Any]) -> int:
 
 
 def _sampled(
-    stage: Stage[Any, BenchmarkInputs], recorder: Recorder, samples: int
-) -> tuple[list[Messages], dict[str, list[Any]], list[str]]:
-    """(prompts, columns that the dataset carries for them, `samples` replies to each, grouped by prompt)."""
+    stage: Stage[Any, BenchmarkInputs], recorder: Recorder, out: Path, samples: int, reply_tokens: int
+) -> tuple[list[Messages], dict[str, list[Any]], Any, Rollout]:
+    """(prompts, columns that the dataset carries for them, tokenizer, `samples` replies or episodes to each prompt,
+    grouped by prompt)."""
     config: SampledSuite = stage.config
     policy, (dataset, side) = stage.inputs.policy.path, _side(stage)
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, reply_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
-    prompts = [found[i] for i in chosen]
-    ids = [tokens for _, tokens in prompts for _ in range(samples)]
-    sampling = sampling_of(config, policy, tokenizer)
-    spec = GeneratorSpec(policy, found.room + config.max_new_tokens, config.generator)
-    done = partial(recorder.progress, total=len(ids), unit="replies", note="sampled")
-    with stage.open_models({"generator": spec}) as models:
-        sampled = sample_replies(models["generator"], stage, sampling, ids, done=done)
-    return [messages for messages, _ in prompts], found.columns(chosen), decode_replies(tokenizer, sampled)
+    unit, note = ("episodes", "played") if isinstance(config, EnvironmentSuite) else ("replies", "sampled")
+    done = partial(recorder.progress, total=len(chosen) * samples, unit=unit, note=note)
+    given = stage, policy, tokenizer, found, chosen, samples, reply_tokens, recorder.log_dir, out, done
+    return [found[i][0] for i in chosen], found.columns(chosen), tokenizer, sample_groups_of(*given)

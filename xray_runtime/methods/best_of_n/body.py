@@ -6,7 +6,6 @@ for the reply that is kept and 0 for the others.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from xray_runtime.algorithms.groups import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_reply
+from xray_runtime.methods.common.results import write_json
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.common.sampling.sampled_groups import Groups, sample_groups
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -50,7 +50,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     write_pairs(out / TRAIN, Example, examples)
     for name in (HELDOUT, "dataset.json"):
         (out / name).write_bytes((source / name).read_bytes())
-    (out / "stats.json").write_text(json.dumps(stats, indent=2, sort_keys=True) + "\n")
+    write_json(out / "stats.json", stats)
     recorder.metrics({f"best_of_n/{name}": value for name, value in stats.items()}, step=0)
     recorder.table(
         "best_of_n",

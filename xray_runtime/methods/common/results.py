@@ -1,4 +1,4 @@
-"""The files of an evaluation or a benchmark."""
+"""The files of results: numbers, prompts and samples."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from xray_runtime.kernel.graph.kind import Recorder
 
 
+def write_json(path: Path, content: object) -> None:
+    """Write content sorted by name; in UTF-8 in every locale, so that a checkpoint has the same bytes everywhere."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    # Names of columns may hold half a character.
+    path.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+
+
 def write_results(
     out: Path,
     recorder: Recorder,
@@ -20,8 +27,7 @@ def write_results(
     samples: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write `content` into `file`, all prompts (for the check that none was trained on) and a few readable rows."""
-    (out / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    # In UTF-8 in every locale: texts have letters that others lack, and a checkpoint has the same bytes everywhere.
+    write_json(out / file, content)
     for name, value, indent in (("prompts.json", prompts, 1), ("samples.json", samples, 2)):
         (out / name).write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
     if samples:

@@ -13,7 +13,9 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
+from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies, sample_policy
+from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
@@ -50,11 +52,11 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     for number, side in enumerate(SIDES, start=1):
         tokenizer, path = tokenizers[side], paths[side]
         spec = GeneratorSpec(path, limit + config.max_response_tokens, config.generator)
+        sampling = sampling_of(config, path, tokenizer)
         with stage.open_models({"generator": spec}) as models:
             begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
-            replies[side] = sample_policy(
-                stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir, out, side
-            )
+            setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+            replies[side] = sample_policy(setup, begun, columns, side)
         recorder.progress(number, 3, "steps", f"sampled the {side}")
     scoring = Scoring(stage)
     with stage.open_models(scoring.specs()) as models:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.kernel.graph.artifacts import DEMONSTRATIONS, FEEDBACK, HELDOUT_OF, JUDGED_PAIRS, PEOPLE, VERDICTS
+from xray_runtime.methods.common.results import write_json
 from xray_runtime.methods.curate.config import CurateConfig
 from xray_runtime.methods.curate.curation import Curated, curate
 from xray_runtime.methods.curate.signals import Signal, from_feedback, from_verdicts
@@ -74,8 +75,7 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
         found.held = []
     _write(out, found)
     stats = _stats(found, len(signals), left_out.counts) | {"released": config.released}
-    text = json.dumps(stats, indent=2, sort_keys=True, ensure_ascii=False)
-    (out / "stats.json").write_text(text + "\n", encoding="utf-8")
+    write_json(out / "stats.json", stats)
     _show(recorder, found, stats, left_out.counts)
     return 0
 
@@ -123,9 +123,8 @@ def _write(out: Path, found: Curated) -> None:
         write_pairs(out / name.format(DEMONSTRATIONS), Example, shown)
     rows = [*found.pairs, *found.labels, *found.demonstrations]
     people = Counter(person for row in rows for person in {*row.people, row.asker} - {""})
-    for name, content in ((PEOPLE, dict(people)), ("judges.json", found.judges)):
-        text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-        (out / name).write_text(text + "\n", encoding="utf-8")
+    write_json(out / PEOPLE, people)
+    write_json(out / "judges.json", found.judges)
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

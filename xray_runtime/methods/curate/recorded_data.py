@@ -21,6 +21,7 @@ from xray_runtime.data.pairs import (
 )
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.kernel.graph.artifacts import ANSWERS, DEMONSTRATIONS, HELDOUT_OF, JUDGED_PAIRS
+from xray_runtime.methods.common.results import write_json
 from xray_runtime.methods.curate.curation import CONVERSATIONS, within_share
 from xray_runtime.methods.curate.signals import conversation_of
 
@@ -92,7 +93,7 @@ def prompts(stage: Stage[RecordedPromptsConfig, RecordedPromptsInputs], out: Pat
 
 def _describe(out: Path, recorder: Recorder, counts: dict[str, int]) -> int:
     (out / "dataset.json").write_text(json.dumps({"max_prompt_tokens": None}) + "\n")
-    (out / "stats.json").write_text(json.dumps(counts, indent=2, sort_keys=True) + "\n")
+    write_json(out / "stats.json", counts)
     recorder.metrics({f"data/{name}": float(count) for name, count in counts.items()}, step=0)
     pairs = counts["train_pairs"] + counts["heldout_pairs"]
     recorder.progress(pairs, pairs, "rows", "written")

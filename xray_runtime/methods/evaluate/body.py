@@ -15,7 +15,9 @@ from xray_runtime.cluster.protocols import ModelHandle, get, get_all
 from xray_runtime.data.batch import TextBatch, with_end_of_turn
 from xray_runtime.data.pairs import HELDOUT, prompt_text
 from xray_runtime.methods.common.sampling.agent_rows import split_branches
+from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies, sample_policy
+from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
@@ -53,7 +55,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     human_judges = {}
     if inputs.verdicts is not None:
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
-    scoring = Scoring(stage, tokenizer)
+    scoring, sampling = Scoring(stage, tokenizer), sampling_of(config, before, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **scoring.specs(),
         "generator": GeneratorSpec(before, limit + config.max_response_tokens, config.generator),
@@ -65,21 +67,23 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for version, side in enumerate(SIDES):
             if version:
                 get(models["generator"].load_checkpoint.remote(policy, version))
-            given = stage, models["generator"], before, tokenizer, prompts, columns, limit
-            replies[side] = sample_policy(*given, recorder.log_dir, out, side, version)
+            setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+            replies[side] = sample_policy(setup, prompts, columns, side, version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
         kl = _kl(models, replies["after"])
         for side in SIDES:
             answers = replies[side]
             conversations = [messages for messages, _ in prompts]
-            tokens = TextBatch.of(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
-            if answers.mask is None:
+            ids = answers.rollout.response_ids
+            tokens = TextBatch.of(answers.begun, [with_end_of_turn(reply, stops) for reply in ids])
+            if not answers.rollout.are_episodes:
                 tokens = answer_rows(tokenizer, conversations, answers.texts, tokens)
             scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
-    evaluation |= {f"distinct_2_{side}": distinct_n(replies[side].own, 2) for side in SIDES}
+    own = {side: [ids.tolist() for ids in replies[side].rollout.own_tokens()] for side in SIDES}
+    evaluation |= {f"distinct_2_{side}": distinct_n(own[side], 2) for side in SIDES}
     record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, replies, scoring.panel, config)
     rate = evaluation["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate {rate:.2f}")
@@ -88,10 +92,12 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
 
 def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
-    rows, merged = split_branches(TextBatch.of(replies.begun, replies.ids), replies.branches)
+    rollout = replies.rollout
+    branches = rollout.branches if "branches" in rollout else None
+    rows, merged = split_branches(TextBatch.of(replies.begun, rollout.response_ids), branches)
     # Both work at the same time and share threads.
     after, before = map(merged, get_all([models[side].score.remote(rows, 2) for side in ("after", "before")]))
     logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
-    chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
+    chosen = rollout.response_mask.dense() if rollout.are_episodes else logprobs.mask()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
     return float(kl_summary(*padded)["k1"])

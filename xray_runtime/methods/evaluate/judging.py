@@ -192,7 +192,7 @@ def record_replies(
         return None if not scores or scores[side][row].isnan() else float(scores[side][row])
 
     for side, of_side in replies.items():
-        summary[f"length_{side}"] = float(np.mean([len(ids) for ids in of_side.own]))
+        summary[f"length_{side}"] = float(of_side.rollout.own_tokens().lengths.mean())
         if any(of_side.reasoning_lengths):
             summary[f"reasoning_length_{side}"] = float(np.mean(of_side.reasoning_lengths))
         summary |= {f"{measure}_{side}": mean for measure, mean in of_side.means.items()}

@@ -34,7 +34,7 @@ from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, open_episodes, source_of
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, SamplerSetup, open_episodes, source_of
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
@@ -175,7 +175,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         specs = step_scoring.specs(specs)
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
+        open_episodes(
+            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        ) as episodes,
     ):
         in_flight = None
         if config.in_flight_updates:

@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
-from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
+from xray_runtime.methods.common.sampling.sampled_replies import ReplySampler
 from xray_runtime.methods.common.sampling.scoring import episode_scores, own_texts, prompt_tokens
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import validation_file
@@ -81,13 +80,10 @@ class Validation:
         return self._replies(generator, iteration, episodes) if due else None
 
     def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
-        if episodes is not None:
-            kept = self._stage.config.ledger
-            keep = kept.keep != "none" and kept.tokens == "kept"
-            return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
-        rows, count = prompt_rows(self._stage, [ids for _, ids in self._prompts], "validation"), len(self._prompts)
-        replies = get(generator.generate.remote(rows, self._sampling, version))
-        return replies.as_kind(Rollout, seed=rows.seed, version=np.full(count, version), prompt=np.arange(count))
+        kept = self._stage.config.ledger
+        keep = kept.keep != "none" and kept.tokens == "kept"
+        sampler = ReplySampler(self._stage, generator, self._sampling) if episodes is None else episodes
+        return sampler.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
 
     def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
         """Score the replies of `sample`, keep the policy if it is the best so far, and return metrics."""

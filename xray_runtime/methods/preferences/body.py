@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.groups import best_of, tied, worst_of
-from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
@@ -19,11 +17,12 @@ from xray_runtime.data.reading.keys import Unread
 from xray_runtime.data.reading.record_files import Records, Where
 from xray_runtime.data.reading.sources import chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.kernel.graph.artifacts import JUDGED_PAIRS
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.results import write_json
+from xray_runtime.methods.common.sampling.policy_replies import sample_groups_of
 from xray_runtime.methods.common.sampling.sampled_groups import sample_groups
-from xray_runtime.methods.common.sampling.sampled_replies import sample_replies, sampling_of
+from xray_runtime.methods.common.sampling.scoring import own_texts
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.curate.recorded_data import curated_pairs
@@ -61,7 +60,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
         else:
             pairs: Iterable[PreferenceExample]
             if isinstance(config, SampledPreferences):
-                pairs, stats = _from_gold(stage, config, recorder)
+                pairs, stats = _from_gold(stage, config, out, recorder)
             elif isinstance(config, RewardedPreferences):
                 pairs, stats = _from_rewards(stage, out, recorder)
             else:
@@ -78,8 +77,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
         )
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
     stats["length_baseline_accuracy"] = length_baseline_accuracy(*written)
-    text = json.dumps(dict(sorted({**stats, **unread.counts()}.items())), indent=2, ensure_ascii=False)
-    (out / "stats.json").write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+    write_json(out / "stats.json", {**stats, **unread.counts()})
     metrics = {f"preferences/{name}": float(value) for name, value in stats.items()}
     recorder.metrics(metrics | unread.metrics("preferences"), step=0)
     recorder.table(
@@ -132,7 +130,7 @@ def _renamed(config: DatasetPreferences, records: Records) -> Records:
 
 
 def _from_gold(
-    stage: Stage[Any, PreferencesInputs], config: SampledPreferences, recorder: Recorder
+    stage: Stage[Any, PreferencesInputs], config: SampledPreferences, out: Path, recorder: Recorder
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
     assert stage.inputs.policy is not None
     assert stage.inputs.data is not None
@@ -141,22 +139,19 @@ def _from_gold(
     gold = load_gold(config.gold, stage.functions)
     limit = max_prompt_tokens(data, policy, config.max_new_tokens)
     found = UniquePrompts(tokenizer, data / TRAIN, limit, stage.seal)
-    prompts = [found[i] for i in drawn(stage, len(found), config.num_pairs)]
+    chosen = drawn(stage, len(found), config.num_pairs)
+    prompts = [found[i] for i in chosen]
     if len(prompts) < config.num_pairs:
         raise ValueError(
             f"{stage.name}.num_pairs: {config.num_pairs} is not allowed: the dataset has only {len(prompts)} prompts"
         )
-    # Rows 2i and 2i + 1 are the two replies to prompt i.
-    twice = [ids for _, ids in prompts for _ in range(2)]
-    sampling = sampling_of(config, policy, tokenizer)
-    generator = GeneratorSpec(policy, found.room + config.max_new_tokens, config.generator)
 
     def done(count: int) -> None:
         recorder.progress(count // 2, len(prompts), "pairs", "sampling replies")
 
-    with stage.open_models({"generator": generator}) as models:
-        sampled = sample_replies(models["generator"], stage, sampling, twice, done=done)
-    replies = decode_replies(tokenizer, sampled)
+    # Rows 2i and 2i + 1 are the two replies to prompt i.
+    given = stage, policy, tokenizer, found, chosen, 2, config.max_new_tokens, recorder.log_dir, out, done
+    replies = own_texts(tokenizer, sample_groups_of(*given))
     scores = gold([prompt_text(messages) for messages, _ in prompts for _ in range(2)], replies)
     return label_pairs(
         [messages for messages, _ in prompts],

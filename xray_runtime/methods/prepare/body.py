@@ -37,6 +37,7 @@ from xray_runtime.data.reading.sources import CHITCHAT, chat_pairs, chitchat_con
 from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.withdrawn import WithdrawnTexts
+from xray_runtime.methods.common.results import write_json
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -89,8 +90,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
             f"{counts['read_pairs']}; both must be at least 1: read more conversations, or change min_chars, max_chars "
             f"or heldout_fraction (dropped: {dropped})"
         )
-    stats = json.dumps(dict(sorted({**counts, **unread.counts()}.items())), indent=2, ensure_ascii=False)
-    (out / "stats.json").write_text(stats + "\n", encoding="utf-8", errors="surrogatepass")
+    write_json(out / "stats.json", {**counts, **unread.counts()})
     facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
     facts |= {"in_order": config.curriculum is not None}
     (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from xray_runtime.data.pairs import HELDOUT, Example, Pairs
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.results import write_json
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens, max_reply_tokens
 from xray_runtime.models.causal_lm import save_model
 from xray_runtime.models.classifier import load_classifier
@@ -44,7 +44,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
     del model
     recorder.progress(1, STEPS, "steps", "saved")
     summary: dict[str, Any] = {"mean": 0.0, "std": 1.0, READS: CONVERSATION}
-    (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    write_json(out / "reward.json", summary)
     if stage.inputs.data is not None:
         scores = _heldout_scores(stage, out, tokenizer, stage.inputs.data.path)
         if len(scores) > 1 and not scores.std() > 0:
@@ -52,7 +52,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
                 f"{stage.name}: all {len(scores)} held-out replies have the score {scores[0]:g}: it is not informative"
             )
         summary |= {"mean": float(scores.mean()), "std": float(scores.std()) or 1.0, "heldout_replies": len(scores)}
-        (out / "reward.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
+        write_json(out / "reward.json", summary)
         metrics |= {"reward_base/mean": summary["mean"], "reward_base/std": summary["std"]}
     recorder.metrics(metrics, step=0)
     recorder.progress(STEPS, STEPS, "steps", f"scores {summary['mean']:+.2f} ± {summary['std']:.2f}")

@@ -5,13 +5,13 @@ A policy learns from one part, by a reward model or by DPO; a judging reward mod
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text, write_pairs
+from xray_runtime.methods.common.results import write_json
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -44,7 +44,7 @@ def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path,
     stats = {"pairs": sum(counts.values()), "train_pairs": counts[TRAIN], "heldout_pairs": counts[HELDOUT]}
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
     found = stats | {"length_baseline_accuracy": length_baseline_accuracy(*written)}
-    (out / "stats.json").write_text(json.dumps(dict(sorted(found.items())), indent=2) + "\n")
+    write_json(out / "stats.json", found)
     recorder.metrics({f"preferences/{name}": float(value) for name, value in found.items()}, step=0)
     recorder.progress(stats["pairs"], stats["pairs"], "pairs", f"kept for {config.part}")
     return 0

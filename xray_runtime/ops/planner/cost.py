@@ -1,8 +1,8 @@
-"""Seconds of one iteration on GPUs, and bytes on disk: a stated model, not a measurement. It ranks plans; it promises
-no time.
+"""Seconds of one iteration on GPUs, and bytes on disk: a stated model, not a measurement. It ranks plans; its seconds
+are estimates.
 
 An iteration is one rollout with its scoring and updates, or one optimizer step of a stage that only trains. Every
-sequence is taken to be as long as the config allows.
+sequence is assumed to be as long as the config allows.
 
     generate   decoding: a step reads the weights and the cache of all running sequences; prefill is compute
     score      one forward pass of each frozen model, and of each trained one for its old log-probabilities
@@ -46,7 +46,7 @@ MFU = 0.4
 """Share of peak FLOP/s in large matrix products, attention's included."""
 ACTIVATION_TRAFFIC = 3
 """Bytes moved in one pass for each byte of activations: written once, and read by what follows, kernel by kernel. The
-one number here that published speeds decided (prime-rl's SFT of 0.6B and 4B)."""
+only number here that was fitted to published speeds (prime-rl's SFT of 0.6B and 4B)."""
 FORWARD_LOGIT_TRAFFIC, TRAINING_LOGIT_TRAFFIC = 40, 106
 """Bytes moved for each logit: the operations of `algorithms.logprobs`, each reading and writing its tensors; training
 computes logits twice."""
@@ -113,9 +113,9 @@ GPUS = (
     Gpu("H100", 81_559 * MIB, 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),
     Gpu("H200", 143_771 * MIB, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 )
-"""24, 48, 80 and 141 GB. A 24 GB card is taken to be an L4, the slowest of them."""
+"""24, 48, 80 and 141 GB. A card with 24 GB is assumed to be an L4, the slowest of them."""
 COMPARED = ("H100", "H200")
-"""Those for which published speeds were compared: seconds are within a factor of two."""
+"""GPUs whose seconds were compared with published speeds: within a factor of two."""
 
 
 @cache

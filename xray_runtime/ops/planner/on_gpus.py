@@ -128,7 +128,7 @@ class _Search:
         return list(best.values()), least
 
     def shared(self, fewer: bool) -> Iterator[Candidate]:
-        """Candidates of which every model is on all GPUs."""
+        """Candidates in which every model is on all GPUs."""
         count = self._machine.num_devices
         sleeps: list[Sleeps] = [(self._workload.generator_sleeps, self._workload.trainer_sleeps)]
         if "sleep" in self._workload.open_choices and self._sampled and len(self._workload.roles) > 1:
@@ -142,7 +142,7 @@ class _Search:
                 yield _ranking(seconds, sampled), (generator, trainer), trained, frozen, sampled
 
     def separate(self, fewer: bool) -> Iterator[Candidate]:
-        """Candidates of which every model has GPUs of its own."""
+        """Candidates in which every model has GPUs of its own."""
         workload, machine = self._workload, self._machine
         frozen = self._frozen_alone()
         awake: Sleeps = (workload.generator_sleeps, workload.trainer_sleeps)
@@ -285,7 +285,7 @@ def _ranking(seconds: float, sampled: Choice) -> float:
 
 
 def _keep(front: list[Choice], choice: Choice) -> None:
-    """Add `choice` unless another is as good in time and memory; remove those that it makes useless."""
+    """Add `choice` unless another is as good in time and memory; remove those that it dominates."""
 
     def better(a: Choice, b: Choice) -> bool:
         return (

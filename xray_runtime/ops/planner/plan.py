@@ -70,7 +70,7 @@ def peak_bytes(sleeps: Sleeps, trained: Held, frozen: Held, sampled: Held) -> in
         generate    then trainers sleep, and the KV cache wakes up
         score, update    the generator sleeps, trainers are awake
 
-    Each model is a process whose allocator keeps its peak, unless it gives back what it does not need after its turn.
+    Each model is a process whose allocator keeps its peak, unless it releases memory after its turn.
     """
     generator, trainer = sleeps
     if not generator:

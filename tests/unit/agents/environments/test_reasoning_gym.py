@@ -110,12 +110,10 @@ def test_every_task_that_runs_replies_is_known() -> None:
     ("arguments", "config", "message"),
     [
         (("no_task", range(1)), {}, "task = 'no_task' is not allowed: reasoning-gym has ab, acre, "),
-        (("word_ladder", range(1)), {}, "task = 'word_ladder' is not allowed: its items depend on PYTHONHASHSEED"),
         (("simple_integration", range(1)), {}, "task = 'simple_integration' is not allowed: its score would run"),
         (("chain_sum", range(0)), {}, r"indices = range\(0, 0\) is not allowed: must be a range of at least one"),
         (("chain_sum", range(-1, 3)), {}, r"indices = range\(-1, 3\) is not allowed"),
         (("chain_sum", range(1)), {"terms": 2}, r"chain_sum: reasoning-gym refuses the settings {'terms': 2} \("),
-        (("chain_sum", range(1)), {"min_terms": 9}, r"chain_sum: reasoning-gym refuses the settings {'min_terms': 9}"),
     ],
 )
 def test_invalid_items_are_refused(arguments: Any, config: dict[str, Any], message: str, tmp_path: Path) -> None:

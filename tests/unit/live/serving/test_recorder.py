@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.live.serving.recording import KEYS, MODEL, exchange, keep, with_recorder
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history import recorded
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.evidence import evidence
@@ -27,7 +28,6 @@ from xray_runtime.live.serving.middleware import key_digest
 from xray_runtime.live.serving.recorder import AnswerRecorder
 from xray_runtime.trust.audit.checks.recorded import check_recorded
 from xray_runtime.trust.keys import rotate, trusted_keys
-from xray_runtime.trust.signing import Verifier
 
 
 def records(output: Path, user: str | None = None) -> list[dict[str, Any]]:
@@ -233,8 +233,8 @@ def test_a_segment_whose_writing_failed_at_the_end_is_not_written_twice(
     monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.01)
     real, failed = evidence().append_line, list[bool]()
 
-    def append(*arguments: Any) -> bytes:
-        line = real(*arguments)
+    def append(*arguments: Any, **options: Any) -> bytes:
+        line = real(*arguments, **options)
         if not failed:
             failed.append(True)
             raise OSError(5, "Input/output error")
@@ -255,10 +255,10 @@ def test_a_recorder_that_is_killed_while_it_writes_continues(moment: str, tmp_pa
         if moment == "before the segment":
             recorded.write_atomic = lambda path, content: (path.with_name("x.writing-1").write_bytes(b"x"), os._exit(9))  # type: ignore[assignment,return-value]
         elif moment == "before it is signed":
-            evidence().append_line = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
+            evidence().append_line = lambda *arguments, **_: os._exit(9)  # type: ignore[method-assign]
         else:
 
-            def half(output: Path, path: Path, *arguments: Any) -> bytes:
+            def half(output: Path, path: Path, *arguments: Any, **_: Any) -> bytes:
                 with path.open("ab") as file:
                     file.write(b'{"payload": "half a li')
                     file.flush()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ import pytest
 import xray
 from tests.unit.methods.ppo import sample_environments
 from tests.unit.methods.ppo.fake_model import FakeModel
-from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.cluster.stage import Stage
+from tests.unit.methods.stages import ran
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.graph import recording
@@ -74,17 +71,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def attempt(root: Path, said: Callable[[str, int], str] = lambda question, row: "yes", **fields: Any) -> dict[str, Any]:
-    @contextlib.contextmanager
-    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        assert set(specs) == set(BENCHMARK.models(config))
-        yield {role: Answering(root, said) for role in specs}
-
     config = BENCHMARK.validated(fields)
     inputs = BenchmarkInputs(Model(root / "model"), Dataset(root / "data"))
-    out = root / f"out-{len(list(root.iterdir()))}"
-    out.mkdir()
-    recorder = FakeRecorder(out)
-    benchmark.run(Stage("stage", 7, config, inputs, RuntimeConfig(), open_models), out, recorder)  # type: ignore[arg-type]
+    out, recorder = ran(
+        benchmark.run, root, config, inputs, lambda role: Answering(root, said), BENCHMARK.models(config)
+    )
     found: dict[str, Any] = json.loads((out / "benchmark.json").read_text())
     asked = json.loads((out / "prompts.json").read_text())
     assert found["samples"] == len(asked) == len(set(asked))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from tests.unit.methods.ppo import sample_environments
 from tests.unit.methods.ppo.fake_model import FakeModel
 from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.cluster.stage import Stage
+from tests.unit.methods.stages import ran
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.methods.common.inputs import EvaluateInputs
 from xray_runtime.methods.evaluate import body as evaluate
@@ -86,21 +84,15 @@ def long(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
 def evaluated(
     root: Path, judges: list[dict[str, Any]], function: Any = long, **fields: Any
 ) -> tuple[dict[str, Any], FakeRecorder]:
-    @contextlib.contextmanager
-    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        assert set(specs) == set(EVALUATE.models(config))
-        yield {role: Judged(role, root) for role in specs}
-
     given = {"rewards": [{"model": "rewards.0"}], "judges": judges, "num_prompts": PROMPTS, "bootstrap_samples": 100}
     config = EvaluationConfig.model_validate(given | fields)
     models = [RewardModel(root / "judge")] if any(term.get("model") for term in judges) else []
     policies = Model(root / "after"), Model(root / "before")
     inputs = EvaluateInputs(*policies, Dataset(root / "data"), [RewardModel(root / "reward")], models)
-    out = root / f"out-{len(list(root.iterdir()))}"
-    out.mkdir()
-    recorder = FakeRecorder(out)
-    stage = Stage("evaluate", 7, config, inputs, RuntimeConfig(), open_models, {"f": function})
-    evaluate.run(stage, out, recorder)  # type: ignore[arg-type]
+    functions, roles = {"f": function}, EVALUATE.models(config)
+    out, recorder = ran(
+        evaluate.run, root, config, inputs, lambda role: Judged(role, root), roles, "evaluate", functions=functions
+    )
     found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
     found["shown"] = json.loads((out / "samples.json").read_text())
     return found, recorder

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ import pytest
 
 from tests.unit.methods.evaluate.harness import CHOICE, REPLY
 from tests.unit.methods.ppo.fake_model import FakeModel
-from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.cluster.stage import Stage
+from tests.unit.methods.stages import ran
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval import body as harness_task
@@ -65,17 +61,9 @@ def attempt(root: Path, needed: set[str], **fields: Any) -> tuple[dict[str, Any]
     pytest.importorskip("lm_eval")
     model = Even(root)
 
-    @contextlib.contextmanager
-    def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        assert set(specs) == needed
-        yield dict.fromkeys(specs, model)
-
-    out = root / f"out-{len(list(root.iterdir()))}"
-    out.mkdir()
     config = LMEvalConfig(task=str(root / "task"), **fields)
-    recorder = FakeRecorder(out)
-    stage = Stage("stage", 7, config, LMEvalInputs(Model(root / "model")), RuntimeConfig(), open_models)
-    assert harness_task.run(stage, out, recorder) == 0  # type: ignore[arg-type]
+    inputs = LMEvalInputs(Model(root / "model"))
+    out, recorder = ran(harness_task.run, root, config, inputs, lambda role: model, needed)
     found: dict[str, Any] = json.loads((out / "benchmark.json").read_text())
     asked = json.loads((out / "prompts.json").read_text())
     assert len(asked) == len(set(asked)) <= found["samples"]
@@ -176,10 +164,7 @@ def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
         ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n", "`task` in all.yaml must name tasks"),
         ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n", "`dataset_path` in all.yaml is not allowed"),
         ("numbers.yaml", "group: numbers\ntask: [of_numbers, all]\n", "contains itself"),
-        ("numbers.yaml", "group: [numbers]\ntask: of_numbers\n", "numbers.yaml must name its `group`"),
         ("echo_template", "include: echo.yaml\n", "echo_template includes itself"),
-        ("echo_template", "process_docs: !function utils.clean\n", "echo_template cannot be read"),
-        ("echo_template", REPLY.replace("questions.jsonl", "../x"), "data file '../x' is not in"),
     ],
 )
 def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str, reason: str) -> None:
@@ -200,10 +185,8 @@ def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str,
             CHOICE + "process_docs: !function utils.clean\n",
             "task.yaml cannot be read (could not",
         ),
-        (CHOICE.replace("questions.jsonl", "../model/tokenizer.json"), "data file '../model/tokenizer.json' is not in"),
         (CHOICE.replace("questions.jsonl", "https://host/x.jsonl"), "data file 'https://host/x.jsonl' is not in"),
         (CHOICE + "include: ../other.yaml\n", "included file '../other.yaml' is not in"),
-        (CHOICE + "include: task.yaml\n", "task.yaml includes itself"),
         (CHOICE + "class: tests.Task\n", "`class` in task.yaml is not allowed"),
         (CHOICE.replace("task: parity", ""), "task.yaml must name its `task`"),
         (

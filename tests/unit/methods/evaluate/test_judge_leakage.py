@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import xray
-from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.cluster.stage import Stage
+from tests.unit.methods.stages import ran
 from xray_runtime.data.pairs import Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Preferences
 from xray_runtime.kernel.graph.graph import recording
@@ -141,12 +139,8 @@ def test_the_parts_share_no_prompt_and_are_the_whole(tmp_path: Path) -> None:
         write_pairs(source / f"{side}.arrow", PreferenceExample, rows)
 
     def part(name: str) -> dict[str, list[PreferenceExample]]:
-        out = tmp_path / name
-        out.mkdir()
         config = SplitPreferencesConfig(part=name, heldout=0.25)  # type: ignore[arg-type]
-        inputs = SplitPreferencesInputs(Preferences(source))
-        stage = Stage(name, 3, config, inputs, RuntimeConfig(), None)  # type: ignore[arg-type]
-        assert split_preferences.run(stage, out, FakeRecorder(out)) == 0  # type: ignore[arg-type]
+        out, _ = ran(split_preferences.run, tmp_path, config, SplitPreferencesInputs(Preferences(source)), seed=3)
         return {side: list(Pairs(out / f"{side}.arrow", PreferenceExample)) for side in ("train", "heldout")}
 
     parts = {name: part(name) for name in ("training", "heldout")}

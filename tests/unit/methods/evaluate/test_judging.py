@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.unit.methods.ppo.recorder import FakeRecorder
+from xray_runtime.data.batch import Rollout
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.evaluate.judging import Panel, judge, record_replies
@@ -43,7 +45,7 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^evaluate: no prompt has a score of gold for both replies$"):
         judge(judged, 0, "evaluate", "after", "before", Panel({"gold": sides([NAN, 1.0], [1.0, NAN])}))
     replies = {
-        side: PolicyReplies([[0]] * 4, [[1]] * 4, [[1]] * 4, [text] * 4, [text] * 4, [0] * 4)
+        side: PolicyReplies(Rollout(response_ids=Ragged.of([[1]] * 4)), [[0]] * 4, [text] * 4, [text] * 4, [0] * 4)
         for side, text in {"before": "a", "after": "b"}.items()
     }
     recorder: Any = FakeRecorder(tmp_path)

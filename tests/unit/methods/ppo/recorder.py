@@ -22,8 +22,15 @@ class FakeRecorder:
         """To the questions that come, in order."""
         self.questions: list[str] = []
         self.tables: dict[str, tuple[list[str], list[list[Any]]]] = {}
+        self.reports: list[tuple[int, int]] = []
 
-    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
+    @property
+    def values(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: value for point in self.points for name, value in point.items()}
+
+    def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
+        self.reports.append((done, total))
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self.points.append(dict(values))

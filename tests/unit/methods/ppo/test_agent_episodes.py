@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
 from tests.unit.methods.ppo.recorder import FakeRecorder
+from tests.unit.methods.stages import ran
 from xray_runtime.agents.agent_records import agent_metrics, read_episodes
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Rollout, Scores
@@ -31,7 +30,9 @@ from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
 from xray_runtime.methods.common.inputs import BestOfNInputs, PPOInputs
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows, decoded_branches
+from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import sample_policy
+from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -242,8 +243,9 @@ def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path:
 
     for side, text in texts.items():
         world = World()
-        given = stage, Says(side, world, 1), inputs.policy.path, tokenizer, prompts, {}, 64, tmp_path, tmp_path
-        [said] = sample_policy(*given, side).texts  # type: ignore[arg-type]
+        sampling = sampling_of(config, inputs.policy.path, tokenizer)
+        setup = SamplerSetup(stage, Says(side, world, 1), sampling, tokenizer, 64, tmp_path, tmp_path)  # type: ignore[arg-type]
+        [said] = sample_policy(setup, prompts, {}, side).texts
         assert said.replace("\n", "") == text * 3
     assert {rollout for rollout, _ in read_episodes(tmp_path / EPISODES)} == {f"sample-0-0-{side}" for side in texts}
 
@@ -255,14 +257,8 @@ def test_the_best_of_an_agents_episodes_becomes_data(inputs: PPOInputs, tmp_path
     config = BestOfNConfig(environment=agent, samples=3, num_prompts=4, max_new_tokens=16)
     (inputs.prompts.path / "heldout.arrow").write_bytes(b"")
 
-    @contextlib.contextmanager
-    def open_models(specs: Any) -> Iterator[Any]:
-        yield {"generator": Policy("generator", world, 1)}
-
-    out = tmp_path / "out"
-    out.mkdir()
-    stage: Any = Stage("kept", 7, config, BestOfNInputs(inputs.policy, inputs.prompts), RuntimeConfig(), open_models)
-    best_of_n.run(stage, out, FakeRecorder(tmp_path))  # type: ignore[arg-type]
+    given = BestOfNInputs(inputs.policy, inputs.prompts)
+    out, _ = ran(best_of_n.run, tmp_path, config, given, lambda role: Policy(role, world, 1), ["generator"], "kept")
     examples = list(Pairs(out / "train.arrow", Example))
     records = read_episodes(out / EPISODES)
     assert len(records) == 12

@@ -33,7 +33,7 @@ from xray_runtime.methods.common.inputs import BestOfNInputs, PreferencesInputs
 from xray_runtime.methods.common.sampling import sampled_groups
 from xray_runtime.methods.common.sampling.sampled_groups import _Done, _groups
 from xray_runtime.methods.preferences import body as preferences
-from xray_runtime.methods.preferences.config import RewardedPreferences
+from xray_runtime.methods.preferences.config import RewardedPreferences, SampledPreferences
 from xray_runtime.rewards.config import reward_term
 
 PROMPTS, SAMPLES = 12, 4
@@ -93,7 +93,8 @@ def attempt(
     policy, data = Model(root / "model"), Dataset(root / "data")
     given = {"rewards": [reward_term(function=function_name)], "samples": SAMPLES} | fields
     pairs = body is preferences
-    config: Any = RewardedPreferences(**given) if pairs else BestOfNConfig(**given)
+    kind = BestOfNConfig if not pairs else RewardedPreferences
+    config: Any = SampledPreferences(**fields) if fields.get("source") == "gold" else kind(**given)
     inputs: Any = PreferencesInputs(policy, data) if pairs else BestOfNInputs(policy, data)
     generator = FakeGenerator(load_tokenizer(root / "model"))
 
@@ -259,3 +260,16 @@ def test_pairs_need_rewards() -> None:
             xray.preferences(data=chats, source="rewards", rewards=[same])
         with pytest.raises(xray.ConfigError, match=r"preferences-2\.rewards: unknown field"):
             xray.preferences(policy=base, data=chats, source="gold", gold="vader", rewards=[same])
+
+
+def test_gold_scores_label_the_two_replies_to_a_prompt(root: Path) -> None:
+    fields = {"source": "gold", "gold": "own:letter", "num_pairs": PROMPTS, "sharpness": 1e6, "heldout_fraction": 0.3}
+    out, _, generator = attempt(root, "out", preferences, function_name="own:letter", **fields)
+    pairs = [pair for side in ("train", "heldout") for pair in Pairs(out / f"{side}.arrow", PreferenceExample)]
+    assert len({prompt_text(pair.prompt) for pair in pairs}) == len(pairs) > PROMPTS / 2
+    # The draw of a pair is all but certain at this sharpness.
+    assert all(letter([], [pair.chosen]) > letter([], [pair.rejected]) for pair in pairs)
+    assert json.loads((out / "stats.json").read_text())["label_noise"] == 0.0
+    assert generator.calls == 1
+    with pytest.raises(ValueError, match=r"^stage\.num_pairs: 13 is not allowed: the dataset has only 12 prompts$"):
+        attempt(root, "few", preferences, function_name="own:letter", **fields | {"num_pairs": PROMPTS + 1})

@@ -4,7 +4,7 @@ line, before anything is trained."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.engines.shard_loading import skeleton_of
 from xray_runtime.methods.base.body import LEFT_OUT, run
 from xray_runtime.methods.base.config import HubBase
@@ -47,22 +48,10 @@ def saved(tmp_path: Path, tiny_tokenizer: Any) -> Saved:
     return make
 
 
-class Notes:
-    """A recorder that keeps metrics."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        self.values |= values
-
-
-def base(source: Path, out: Path) -> Notes:
+def base(source: Path, out: Path) -> FakeRecorder:
     """Run the stage."""
     out.mkdir(exist_ok=True)
-    recorder = Notes()
+    recorder = FakeRecorder(out)
     stage: Any = SimpleNamespace(name="base", config=HubBase(model=str(source)))
     assert run(stage, out, recorder) == 0  # type: ignore[arg-type]
     return recorder

@@ -29,7 +29,7 @@ def digests(out: Path) -> dict[str, str]:
 
 def test_chitchat(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"context_messages": 1, "min_chars": 2, "max_chars": 120}
-    train, heldout, stats, notes = prepare(tmp_path / "a", **limits)
+    train, heldout, stats, recorder = prepare(tmp_path / "a", **limits)
     # The pairs of 2 to 120 characters an earlier, independent count found: 80,672, within what merging rules change.
     assert 78_000 < len(train) + len(heldout) < 84_000
     assert 0.03 < len(heldout) / len(train) < 0.07
@@ -44,8 +44,8 @@ def test_chitchat(tmp_path: Path) -> None:
     dropped = sum(n for name, n in stats.items() if name.startswith("dropped_")) - stats["dropped_without_reply"]
     assert stats["read_pairs"] == stats["train_pairs"] + stats["heldout_pairs"] + dropped
     assert stats["read_conversations"] == 7168
-    assert notes.reports[-1] == (7168, 7168)
-    assert len(notes.tables["data_examples"]) == 20
+    assert recorder.reports[-1] == (7168, 7168)
+    assert len(recorder.tables["data_examples"][1]) == 20
     prepare(tmp_path / "b", **limits)
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from xray_runtime.data.batch import Rollout
 from xray_runtime.methods.common.environment import EPISODE_SOURCES, AgentConfig, EnvironmentConfig
-from xray_runtime.methods.common.sampling.episode import EpisodeBatch, Prompt
-from xray_runtime.methods.common.sampling.sampled_replies import GENERATION_BATCH
+from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.protocols import ModelHandle
@@ -20,15 +20,35 @@ if TYPE_CHECKING:
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.pairs import Example
     from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.rewards.journal import Journal
 
 
-class EpisodeSampler(Protocol):
-    """Plays the episodes of one stage."""
+@dataclass(frozen=True)
+class SamplerSetup:
+    """What a sampler works with."""
 
-    def sample(self, batch: EpisodeBatch) -> Rollout:
-        """Play an episode for each prompt of a batch."""
+    stage: Stage[Any, Any]
+    generator: ModelHandle
+    sampling: Sampling
+    tokenizer: Any
+    max_prompt: int
+    """The most tokens that an episode may begin with."""
+    log_dir: Path
+    """For the output of environments and agents."""
+    out: Path
+    """The checkpoint, which keeps agents' records that no ledger has."""
+
+
+class Sampler(Protocol):
+    """Samples a reply, or plays an episode, for each prompt of a batch."""
+
+    def sample(self, batch: EpisodeBatch) -> Rollout: ...
+
+
+class EpisodeSampler(Sampler, Protocol):
+    """Plays the episodes of one stage."""
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -57,19 +77,10 @@ class EpisodesInFlight(Protocol):
 class EpisodeSource(Protocol):
     """How the episodes of one kind of environment are played and replayed."""
 
-    def open(
-        self,
-        stage: Stage[Any, Any],
-        generator: ModelHandle,
-        sampling: Sampling,
-        tokenizer: Any,
-        max_prompt: int,
-        log_dir: Path,
-        out: Path,
-    ) -> AbstractContextManager[EpisodeSampler]:
+    def open(self, setup: SamplerSetup) -> AbstractContextManager[EpisodeSampler]:
         """As `open_episodes`, for a stage with an environment of this kind."""
 
-    def restore(self, checkpoint: Path, config: Any, last: int, journal: Journal) -> bool:
+    def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         """Write what the environments or agents answered to `journal`, as an earlier attempt would, so that a replay
         asks none of them again; returns whether there was anything.
 
@@ -97,46 +108,11 @@ def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:
 
 
 @contextmanager
-def open_episodes(
-    stage: Stage[Any, Any],
-    generator: ModelHandle,
-    sampling: Sampling,
-    tokenizer: Any,
-    max_prompt: int,
-    log_dir: Path,
-    out: Path,
-) -> Iterator[EpisodeSampler | None]:
-    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither.
-
-    Args:
-        max_prompt: the most tokens that an episode may begin with.
-        log_dir: directory for the output of environments and agents.
-        out: the checkpoint, which keeps agents' records that no ledger has.
-    """
-    config = getattr(stage.config, "environment", None)
+def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
+    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
+    config = getattr(setup.stage.config, "environment", None)
     if config is None:
         yield None
         return
-    with source_of(config).open(stage, generator, sampling, tokenizer, max_prompt, log_dir, out) as episodes:
+    with source_of(config).open(setup) as episodes:
         yield episodes
-
-
-def sample_all(
-    episodes: EpisodeSampler,
-    prompts: Sequence[Prompt],
-    columns: Mapping[str, Sequence[Any]],
-    version: int = 0,
-    group_size: int = 1,
-    side: str = "",
-    done: Callable[[int], None] = lambda count: None,
-) -> Rollout:
-    """`sample` batch by batch, for evaluations; `side` as in `EpisodeBatch`, `done` is called with the number of
-    finished episodes."""
-    parts: list[Rollout] = []
-    for start in range(0, len(prompts), GENERATION_BATCH):
-        part = slice(start, start + GENERATION_BATCH)
-        of_part = {name: values[part] for name, values in columns.items()}
-        batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start, side, keep=True)
-        parts.append(episodes.sample(batch))
-        done(start + len(parts[-1].response_ids))
-    return Rollout.concat(parts)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
-from xray_runtime.cluster.protocols import get
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.reasoning import answers_of
-from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
-from xray_runtime.methods.common.sampling.episode_source import open_episodes
-from xray_runtime.methods.common.sampling.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
+from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
+from xray_runtime.methods.common.sampling.policy_replies import GENERATION_BATCH, open_sampler
+from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.common.sampling.scoring import episode_scores, own_texts
 from xray_runtime.methods.common.sampling.turns import sampling_turn
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
@@ -86,33 +85,27 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
     generator = GeneratorSpec(policy, limit + longest, config.generator)
     with (
         stage.open_models({"generator": generator, **sources.specs()}) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as agents,
+        open_sampler(
+            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        ) as sampler,
     ):
         state = Resumable(recorder, {}, done=done)
         for number in range(state.restore(), len(batches)):
             numbers = [i for i in batches[number].tolist() for _ in range(config.samples)]
             batch = [found[i] for i in numbers]
             first, columns = len(done.replies), found.columns(numbers)
-            if agents is None:
-                rows = prompt_rows(stage, [ids for _, ids in batch], "sample", first=first)
-                answer = get(models["generator"].generate.remote(rows, sampling, 0))
-                replies = decode_replies(tokenizer, [ids.tolist() for ids in answer.response_ids])
-                ended, episodes = answer.ended.tolist(), None
-            else:
-                wanted = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
-                with sampling_turn(stage.runtime, models["generator"]):
-                    played = agents.sample(wanted)
-                replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
-                done.episodes += played.answers.tolist()
-            prompts = [messages for messages, _ in batch]
-            scores = sources.scores(
-                sources.requests(models, prompts, replies), prompts, replies, columns, step=number, episodes=episodes
-            )
+            wanted = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
+            with sampling_turn(stage.runtime, models["generator"]):
+                played = sampler.sample(wanted)
+            replies, prompts = own_texts(tokenizer, played), [messages for messages, _ in batch]
+            requests, episodes = sources.requests(models, prompts, replies), episode_scores(played)
+            scores = sources.scores(requests, prompts, replies, columns, step=number, episodes=episodes)
             for name, of_source in scores.values.items():
                 done.scores.setdefault(name, []).extend(of_source.tolist())
             done.rewards += sources.scaled(scores).tolist()
             done.replies += replies
-            done.ended += ended
+            done.ended += played.ended.tolist()
+            done.episodes += played.answers.tolist() if played.are_episodes else []
             recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
             state.step_done(number + 1, len(batches))
     return _groups(config, [found[i][0] for i in order], done, gold)

@@ -1,0 +1,156 @@
+"""`xray generator` twice, as processes: the replies of a vLLM in this process, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.component.generator_process import GeneratorProcess, running
+from tests.component.models import same
+from xray.deployments.service import free_port
+from xray_runtime.data.batch import ReplyBatch
+from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.generators.server.config import ServerConfig
+from xray_runtime.engines.generators.server.servers import NoServersError
+from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling import EngineRank, Sampling
+from xray_runtime.engines.sync.object_store import WeightUpdate, pack
+from xray_runtime.engines.sync.shared_memory import SharedWriter
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.signs import parts_done
+
+RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
+SAMPLING = Sampling(max_new_tokens=12, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
+MAX_LENGTH = 32
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model: Path) -> Iterator[list[GeneratorProcess]]:
+    with ExitStack() as stack:
+        both = [stack.enter_context(running(tiny_model, MAX_LENGTH, KEY)) for _ in range(2)]
+        for server in both:
+            server.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XRAY_API_KEYS", ",".join(f"127.0.0.1:{server.port}={KEY}" for server in both))
+            yield both
+
+
+def config(*addresses: str, **fields: object) -> ServerConfig:
+    return ServerConfig(addresses=list(addresses), **{"retry_s": 0.0, "concurrency": 2, "timeout_s": 60.0} | fields)
+
+
+def opened(directory: Path, section: GeneratorConfig, max_length: int = MAX_LENGTH) -> Generation:
+    return Generation(directory, max_length, section, RUNTIME, EngineRank("cpu"))
+
+
+def replies(generation: Generation, version: int, num: int = 24) -> ReplyBatch:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(5, 280, size=3 + n % 7).tolist() for n in range(num)]
+    return generation.generate(prompts, list(range(100, 100 + num)), SAMPLING, version)
+
+
+def weights(directory: Path, scale: float, version: int, names: Callable[[str], bool] = bool) -> WeightUpdate:
+    held = load_file(directory / "model.safetensors").items()
+    return pack([(name, tensor * scale) for name, tensor in sorted(held) if names(name)], version, SharedWriter())
+
+
+def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) -> None:
+    """One story, since each start of vLLM takes seconds: sample, follow, lose one, regain it, lose all."""
+    torch.set_num_threads(1)
+    first, second = servers
+    nobody = f"http://127.0.0.1:{free_port()}"
+    local = opened(tiny_model, GeneratorConfig())
+    remote = opened(tiny_model, config(first.address, second.address, nobody))
+    before = replies(local, 0)
+    same(replies(remote, 0), before)
+
+    # A whole update, and a part of some layers; what did not change stays.
+    part = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
+    for update in (weights(tiny_model, 1.5, 1), weights(tiny_model, 0.5, 2, lambda name: name in part)):
+        for generation in (local, remote):
+            generation.weights.load(update)
+        same(replies(remote, update.version), replies(local, update.version))
+    assert not np.array_equal(replies(local, 2).rollout_logprobs.values, before.rollout_logprobs.values)
+
+    # Weights that a server refuses change nothing.
+    held = load_file(tiny_model / "model.safetensors")
+    with pytest.raises(NoServersError, match="no server took version 3"):
+        remote.weights.load(pack([("model.norm.weight", held["model.norm.weight"][:-1])], 3, SharedWriter()))
+    same(replies(remote, 2), replies(local, 2))
+
+    # Another run takes one of the servers: its weights are never sampled from, nor changed in part.
+    other = opened(tiny_model, config(first.address))
+    same(replies(other, 0), before)
+    same(replies(remote, 2), replies(local, 2))
+    same(replies(other, 0), before)
+    for generation in (local, remote):
+        generation.weights.load(weights(tiny_model, 0.7, 3, lambda name: name in part))
+    same(replies(remote, 3), replies(local, 3))
+
+    # One dies while it samples: the other samples its prompts again.
+    expected, start = replies(local, 3, num=96), parts_done()
+    killer = threading.Thread(target=_once, args=(lambda: parts_done() >= start + 8, second.kill))
+    killer.start()
+    same(replies(remote, 3, num=96), expected)
+    killer.join()
+    assert second.process.poll() is not None
+    for generation in (local, remote):
+        generation.weights.load(weights(tiny_model, 1.2, 4, lambda name: name in part))
+    same(replies(remote, 4), replies(local, 4))
+
+    # It comes back with the weights of its checkpoint, catches up, and is alone.
+    second.start()
+    second.wait()
+    same(replies(remote, 4), replies(local, 4))
+    first.kill()
+    same(replies(remote, 4), replies(local, 4))
+
+    second.kill()
+    with pytest.raises(NoServersError, match="no server can sample") as lost:
+        replies(remote, 4)
+    assert all(f"{address}: ConnectError" in str(lost.value) for address in (first.address, second.address, nobody))
+
+
+def _once(condition: Callable[[], bool], do: Callable[[], None]) -> None:
+    while not condition():
+        time.sleep(0.001)
+    do()
+
+
+def test_servers_that_cannot_sample_for_a_run_are_refused(
+    servers: list[GeneratorProcess], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = servers[0].address
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in tiny_model.iterdir():
+        (other / file.name).symlink_to(file)
+    changed = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(changed))
+    refused = {
+        "rms_norm_eps of its config.json is 1e-06, and 0.5 of the stage's": lambda: opened(other, config(address)),
+        "its --max-length is 32 tokens, and the stage needs 33": lambda: opened(tiny_model, config(address), 33),
+        "it computes in float32": lambda: opened(tiny_model, config(address, dtype="bfloat16")),
+    }
+    for message, refusal in refused.items():
+        with pytest.raises(ConfigError, match=f"generator.addresses: {address}: .*{message}"):
+            refusal()
+    more = RUNTIME.model_copy(update={"threads": 2})
+    with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
+        config(address).check_services(more)
+    config(address).check_services(RUNTIME)
+    monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")
+    with pytest.raises(ValueError, match="status 401 the key in XRAY_API_KEY is needed"):
+        config(address).check_services(RUNTIME)
