@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from xray_runtime.methods.common.sampling.agent_rows import BranchRows
 from xray_runtime.methods.common.sampling.types import Experience
 from xray_runtime.methods.common.training.steps import (
     Learning,
-    PolicySums,
     SkippedSteps,
     Step,
     Stepper,
-    ValueSums,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +64,9 @@ class Updater:
         self._first_step = first_step
         self._stage, self._config, self._policy = stage, stage.config, models["policy"]
         self._per_epoch = self._config.rollout_size // self._config.minibatch_size
-        learning: list[Learning[Any]] = [Learning("policy", self._policy, PolicySums)]
+        learning: list[Learning] = [Learning("policy", self._policy)]
         if "critic" in models:
-            learning.append(Learning("critic", models["critic"], ValueSums, self._config.critic_lr))
+            learning.append(Learning("critic", models["critic"], self._config.critic_lr))
         planned = self._config.iterations * self._config.epochs * self._per_epoch
         self._stepper = Stepper(stage, learning, planned, skipped)
 
@@ -118,7 +116,7 @@ class Updater:
         return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef), int(bool(self._config.lag)))
 
     def _moved_too_far(self, step: Step) -> bool:
-        limit, moved = self._config.stop_kl, step.results["policy"].sums.approx_kl_sum / step.totals.tokens
+        limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens
         return limit is not None and not moved <= limit  # NaN too
 
 
