@@ -30,9 +30,9 @@ MAX_NAME = 150
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
-    from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.experience import Experience
     from xray_runtime.methods.ppo.update import Update
     from xray_runtime.rewards.reward_sources import RewardSources
 

@@ -12,13 +12,13 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
-from xray_runtime.methods.common.sampling.types import Experience
 from xray_runtime.methods.common.training.steps import (
     Learning,
     SkippedSteps,
     Step,
     Stepper,
 )
+from xray_runtime.methods.ppo.experience import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
