@@ -41,9 +41,6 @@ class GeneratorPlug(Protocol):
     @property
     def capabilities(self) -> GeneratorCapabilities: ...
 
-    def check_services(self, config: GeneratorConfig, runtime: RuntimeConfig) -> None:
-        """See `Section.check_services`."""
-
 
 TRAINERS: Registry[TrainerPlug] = Registry("library", "xray_runtime.engines.trainers", "TRAINER", "xray.trainers")
 GENERATORS: Registry[GeneratorPlug] = Registry(
@@ -248,9 +245,6 @@ class GeneratorConfig(PlugSection):
                 self.require(capability, feature, path, value)
                 if runtime.device == "cpu":
                     raise ValueError(unsupported(feature, "runtime.device = 'cpu'", why="it needs 'cuda'"))
-
-    def check_services(self, runtime: RuntimeConfig) -> None:
-        GENERATORS.get(self.engine).check_services(self, runtime)
 
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
         """The precision of weights and activations on `device` ("cpu" or "cuda")."""

@@ -4,6 +4,7 @@
     worker       runs inside the server: describes its model, and takes the weights that arrive
     chunks       the form in which weights travel; both sides
     connection   the client of one server
+    servers      those of a run: which answer, and whether they fit
     sampler      all servers as one `Sampler`
     config       the fields
 
@@ -45,16 +46,6 @@ class Server(Generator):
 
         assert isinstance(config, ServerConfig)
         return ServerSampler(directory, max_length, config, runtime)
-
-    def check_services(self, config: GeneratorConfig, runtime: RuntimeConfig) -> None:
-        """Raises ValueError if no address answers, or if what answers is not a server that can sample for this run."""
-        from xray_runtime.engines.generators.server.sampler import NoServersError, find_servers
-
-        assert isinstance(config, ServerConfig)
-        try:
-            find_servers(config, runtime)
-        except NoServersError as error:
-            raise ValueError(f"addresses: {error}") from None
 
 
 GENERATOR = Server()

@@ -1,8 +1,8 @@
-"""The fields of the generator `server`."""
+"""The config of a run whose generator is elsewhere."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,9 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, RuntimeConfig
 from xray_runtime.kernel.config.sources import Address
 from xray_runtime.kernel.plugs import unsupported
+
+if TYPE_CHECKING:
+    from xray_runtime.engines.generators.server.servers import Needs
 
 
 class ServerConfig(GeneratorConfig):
@@ -46,3 +49,18 @@ class ServerConfig(GeneratorConfig):
         if runtime.generator_replicas > 1:
             feature = f"runtime.generator_replicas = {runtime.generator_replicas}"
             raise ValueError(unsupported(feature, f"{path}.engine = 'server'", why="list more addresses"))
+
+    def check_services(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError if no address answers, or if what answers is not a server that can sample for this run."""
+        from xray_runtime.engines.generators.server.servers import NoServersError, find_servers
+
+        try:
+            find_servers(self.addresses, self.needs(runtime), self.timeout_s)
+        except NoServersError as error:
+            raise ValueError(f"addresses: {error}") from None
+
+    def needs(self, runtime: RuntimeConfig) -> Needs:
+        """The needs of a run, whose models are not known yet."""
+        from xray_runtime.engines.generators.server.servers import Needs
+
+        return Needs(self.precision(runtime.device), runtime.threads)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
@@ -41,8 +42,15 @@ class FSDP2Scorer(Scorer):
     """One rank of a sharded model."""
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        # FSDP looks for tensors in the arguments of a forward, and would trip over columns that a batch does not have.
-        return self.module(lambda module: task(module, *args))
+        # FSDP looks for tensors in all that goes in and out, and would trip over columns that a batch does not have.
+        results: list[Any] = []
+
+        def tensors(module: HeadedLM) -> list[Tensor]:
+            results.append(task(module, *args))
+            return [leaf for leaf in tree_leaves(results[0]) if isinstance(leaf, Tensor)]
+
+        self.module(tensors)
+        return results[0]
 
 
 def scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: torch.device) -> Scorer:
