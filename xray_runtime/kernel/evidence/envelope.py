@@ -122,7 +122,7 @@ class Verifier:
         if not envelope.signatures:
             raise SignatureProblem("missing", "there is no signature")
         if len(envelope.signatures) > 1 or envelope.payload_type != PAYLOAD_TYPE:
-            raise SignatureProblem("malformed", "it has several signatures, or is no statement")
+            raise SignatureProblem("malformed", "it must have one signature, over an in-toto statement")
         [keyid] = envelope.signatures
         key = self._keys.get(keyid)
         if key is None:
