@@ -73,7 +73,7 @@ class Rotation(BaseModel):
 
 
 class _Record(InTotoRecord[Rotation]):
-    predicate_type: Literal["urn:xray:rotation:v1"] = Field("urn:xray:rotation:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:rotation:v1"] = Field(default="urn:xray:rotation:v1", alias="predicateType")
 
 
 def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> Rotation:

@@ -33,7 +33,7 @@ class LogEnd(EvidenceModel):
 
 
 class EndRecord(InTotoRecord[LogEnd]):
-    predicate_type: Literal["urn:xray:log-end:v1"] = Field("urn:xray:log-end:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:log-end:v1"] = Field(default="urn:xray:log-end:v1", alias="predicateType")
 
 
 def append(

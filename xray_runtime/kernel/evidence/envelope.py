@@ -57,7 +57,7 @@ class StatementSubject(EvidenceModel):
 class InTotoRecord(EvidenceModel, Generic[P]):
     """An in-toto Statement v1; each kind of record names its type of predicate."""
 
-    type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
     subject: list[StatementSubject]
     predicate: P
 

@@ -47,7 +47,7 @@ class Kept(EvidenceModel):
 
 
 class KeptRecord(InTotoRecord[Kept]):
-    predicate_type: Literal["urn:xray:kept:v1"] = Field("urn:xray:kept:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:kept:v1"] = Field(default="urn:xray:kept:v1", alias="predicateType")
 
 
 class Seal:

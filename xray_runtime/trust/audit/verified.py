@@ -77,7 +77,7 @@ class Verified(EvidenceModel):
 
 
 class VerifiedRecord(InTotoRecord[Verified]):
-    predicate_type: Literal["urn:xray:verified:v1"] = Field("urn:xray:verified:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:verified:v1"] = Field(default="urn:xray:verified:v1", alias="predicateType")
 
 
 @dataclass
