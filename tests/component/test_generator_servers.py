@@ -19,8 +19,8 @@ from tests.component.models import same
 from xray.deployments.service import free_port
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.generation import Generation
-from xray_runtime.engines.generators.server import ServerConfig
-from xray_runtime.engines.generators.server.sampler import NoServersError
+from xray_runtime.engines.generators.server.config import ServerConfig
+from xray_runtime.engines.generators.server.servers import NoServersError
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.object_store import WeightUpdate, pack
@@ -148,7 +148,7 @@ def test_servers_that_cannot_sample_for_a_run_are_refused(
         with pytest.raises(ConfigError, match=f"generator.addresses: {address}: .*{message}"):
             refusal()
     more = RUNTIME.model_copy(update={"threads": 2})
-    with pytest.raises(ValueError, match=f"^addresses: {address}: it computes with 1 threads, and runtime.threads = 2"):
+    with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
         config(address).check_services(more)
     config(address).check_services(RUNTIME)
     monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")
