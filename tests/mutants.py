@@ -39,20 +39,21 @@ NOTICED = {"killed", "timeout"}
 
 ONE_IN = 6
 GUARDS = {
+    "kernel/evidence/envelope": "trust/test_signing.py",
     "kernel/evidence/lines": "trust/test_log.py",
     "kernel/evidence/log": "trust/test_log.py trust/test_log_tail.py",
     "kernel/evidence/statement": "trust/test_statement.py",
     "kernel/evidence/view": "trust/test_log.py",
     "trust/bundle": "trust/test_bundle.py trust/test_import.py trust/test_adopt.py trust/test_keys.py",
     "trust/log": "trust/test_log.py",
-    "trust/gates": "trust/test_leaky_judges.py trust/test_promotion.py live/test_judgements.py",
+    "trust/model_signature": "trust/test_model_signature.py trust/test_tampering.py",
+    "trust/gates": "trust/test_leaky_judges.py trust/test_promotion.py live/test_judgements.py trust/test_terms.py",
     "trust/leaky_judges": "trust/test_leaky_judges.py",
     "trust/keys": "trust/test_signing.py trust/test_keys.py kernel/store/test_shared.py",
     "trust/promotion": "trust/test_promotion.py trust/test_terms.py",
     "trust/replay": "trust/test_replay.py",
     "trust/retention": "trust/test_retention.py trust/test_promotion.py live/test_judgements.py",
     "trust/signing": "trust/test_signing.py",
-    "trust/terms": "trust/test_terms.py",
     "data/columnar": "data/test_columns.py cluster/test_rows_and_packing.py cluster/test_micro_batches.py",
     "methods/evaluate/judge_leakage": "methods/evaluate/test_judge_leakage.py",
     "methods/evaluate/judging": "methods/evaluate/test_judging.py methods/evaluate/test_evaluate.py"

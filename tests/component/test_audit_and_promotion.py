@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from prefect.states import Completed, Running, State
 
 from tests.message_texts import Messages
 from tests.unit.trust.synthetic import NAME, Lifecycle, decided
+from tests.waiting import wait_until
 from xray.flows.audit import audit as audit_flow
 from xray.flows.promote import promote as promote_flow
 from xray.tasks.prefect_run import crash_lost_flow_run
@@ -60,14 +60,11 @@ def artifacts(client: SyncPrefectClient, run: UUID) -> list[str]:
 
 def events(url: str, name: str) -> list[dict[str, Any]]:
     """At least one, which arrives by itself."""
-    deadline = time.monotonic() + EVENT_SECONDS
-    while True:
-        query = {"filter": {"event": {"name": [name]}}}
-        found: list[dict[str, Any]] = httpx.post(f"{url}/events/filter", json=query).json()["events"]
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"no event {name}"
-        time.sleep(0.3)
+    query = {"filter": {"event": {"name": [name]}}}
+    found: list[dict[str, Any]] = wait_until(
+        lambda: httpx.post(f"{url}/events/filter", json=query).json()["events"], seconds=EVENT_SECONDS, why=name
+    )
+    return found
 
 
 def test_a_person_decides_on_prefects_page(client: SyncPrefectClient, tmp_path: Path, message_texts: Messages) -> None:

@@ -9,8 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 import ray
 
 from tests.e2e.conftest import ROOT
+from tests.waiting import wait_until
 from xray.deployments.fork_server import fork_server
 from xray_runtime.cluster.pool.libraries import FORK_SERVER, worker_options
 
@@ -52,13 +51,6 @@ class Probe:
         return os.environ[FORK_SERVER]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def probe(**options: Any) -> Any:
     return ray.remote(Probe).options(num_cpus=0, **options).remote()
 
@@ -74,7 +66,7 @@ def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, mo
     pids = ray.get([first.pid.remote(), second.pid.remote()])
     for actor in (first, second):
         ray.kill(actor)
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
 
 
 def test_a_workhorse_keeps_the_memory_that_it_frees(cluster: None) -> None:
@@ -138,5 +130,5 @@ def test_everything_ends_with_a_driver_that_is_killed(script: Any) -> None:
     servers = [p for p in psutil.Process(script.pid).children(recursive=True) if address in p.cmdline()]
     assert len(servers) >= 4
     os.kill(script.pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(psutil.pid_exists, [*pids, *(server.pid for server in servers)])))
+    wait_until(lambda: not any(map(psutil.pid_exists, [*pids, *(server.pid for server in servers)])), seconds=120)
     assert not Path(address).parent.exists()

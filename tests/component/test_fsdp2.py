@@ -44,9 +44,7 @@ def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _, _ = training_loss(
-            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
-        )
+        loss = training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
@@ -144,8 +142,7 @@ def balanced(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: 
     """Steps on the loss of a rollout and on that of the model's own."""
     assert learner.engine is not None
     for rows in batches:
-        totals = {"tokens": float(rows.num_response_tokens()), "step_rows": float(len(rows))}
-        learner.train(deal(rows), totals, CONFIG.lr)
+        learner.train(deal(rows), StepTotals.of(rows), CONFIG.lr)
     return {name: tensor.numpy().copy() for name, tensor in learner.engine.weights()}
 
 
@@ -187,9 +184,7 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
     adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _, _ = training_loss(
-            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
-        )
+        loss = training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.component.generator_process import GeneratorProcess, running
 from tests.component.models import same
 from xray.deployments.service import free_port
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.generation import Generation
-from xray_runtime.engines.generators.server import ServerConfig
-from xray_runtime.engines.generators.server.sampler import NoServersError
+from xray_runtime.engines.generators.server.config import ServerConfig
+from xray_runtime.engines.generators.server.servers import NoServersError
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.object_store import WeightUpdate, pack
@@ -37,67 +32,13 @@ from xray_runtime.kernel.signs import parts_done
 RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 MAX_LENGTH = 32
-START_S = 400
 KEY = "sesame"
 
 
-@dataclass
-class Started:
-    """A server of the command, and the port that it keeps when it is started again."""
-
-    model: Path
-    port: int
-    process: subprocess.Popen[bytes]
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @classmethod
-    def begin(cls, model: Path, port: int | None = None) -> Started:
-        port = port or free_port()
-        options = ["--port", str(port), "--max-length", str(MAX_LENGTH)]
-        command = [str(Path(sys.executable).with_name("xray")), "generator", str(model), *options]
-        command += ["--set", f"threads={RUNTIME.threads}", "--set", "generator_memory_gib=0.25"]
-        variables = os.environ | {"XRAY_API_KEY": KEY}
-        return cls(model, port, subprocess.Popen(command, env=variables, start_new_session=True))
-
-    def wait(self) -> None:
-        end = time.monotonic() + START_S
-        request = urllib.request.Request(f"{self.address}/health", headers={"Authorization": f"Bearer {KEY}"})
-        while True:
-            try:
-                urllib.request.urlopen(request, timeout=5).close()
-            except OSError:
-                assert self.process.poll() is None, "the server ended"
-                assert time.monotonic() < end, "the server did not answer"
-                time.sleep(0.2)
-            else:
-                return
-
-    def kill(self) -> None:
-        """End it and its engine at once, as where a machine is lost."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def again(self) -> None:
-        self.process = self.begin(self.model, self.port).process
-        self.wait()
-
-
-@contextmanager
-def running(model: Path) -> Iterator[Started]:
-    server = Started.begin(model)
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
 @pytest.fixture(scope="module")
-def servers(tiny_model: Path) -> Iterator[list[Started]]:
+def servers(tiny_model: Path) -> Iterator[list[GeneratorProcess]]:
     with ExitStack() as stack:
-        both = [stack.enter_context(running(tiny_model)) for _ in range(2)]
+        both = [stack.enter_context(running(tiny_model, MAX_LENGTH, KEY)) for _ in range(2)]
         for server in both:
             server.wait()
         with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +65,7 @@ def weights(directory: Path, scale: float, version: int, names: Callable[[str], 
     return pack([(name, tensor * scale) for name, tensor in sorted(held) if names(name)], version, SharedWriter())
 
 
-def test_the_life_of_servers(servers: list[Started], tiny_model: Path) -> None:
+def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, follow, lose one, regain it, lose all."""
     torch.set_num_threads(1)
     first, second = servers
@@ -169,7 +110,8 @@ def test_the_life_of_servers(servers: list[Started], tiny_model: Path) -> None:
     same(replies(remote, 4), replies(local, 4))
 
     # It comes back with the weights of its checkpoint, catches up, and is alone.
-    second.again()
+    second.start()
+    second.wait()
     same(replies(remote, 4), replies(local, 4))
     first.kill()
     same(replies(remote, 4), replies(local, 4))
@@ -187,7 +129,7 @@ def _once(condition: Callable[[], bool], do: Callable[[], None]) -> None:
 
 
 def test_servers_that_cannot_sample_for_a_run_are_refused(
-    servers: list[Started], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: list[GeneratorProcess], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = servers[0].address
     other = tmp_path / "other"
@@ -206,7 +148,7 @@ def test_servers_that_cannot_sample_for_a_run_are_refused(
         with pytest.raises(ConfigError, match=f"generator.addresses: {address}: .*{message}"):
             refusal()
     more = RUNTIME.model_copy(update={"threads": 2})
-    with pytest.raises(ValueError, match=f"^addresses: {address}: it computes with 1 threads, and runtime.threads = 2"):
+    with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
         config(address).check_services(more)
     config(address).check_services(RUNTIME)
     monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")

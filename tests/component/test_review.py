@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 
+from tests.waiting import wait_until
 from xray.tasks.prefect_run import show
 from xray.tasks.review import ask_person
 from xray_runtime.kernel.errors import StageInterruptedError
@@ -46,14 +46,12 @@ def training(progress: Any) -> Answer | None:
 
 def paused_run() -> Any:
     """The flow run that waits."""
-    deadline = time.monotonic() + SECONDS
     with get_client(sync_client=True) as client:
-        while time.monotonic() < deadline:
-            for run in client.read_flow_runs():
-                if run.state is not None and run.state.is_paused():
-                    return run
-            time.sleep(0.3)
-    raise AssertionError("no flow run pauses")
+
+        def paused() -> list[Any]:
+            return [run for run in client.read_flow_runs() if run.state is not None and run.state.is_paused()]
+
+        return wait_until(paused, seconds=SECONDS, why="no flow run pauses", pause_s=0.3)[0]
 
 
 @pytest.mark.parametrize(("decision", "goes_on"), [("go on", True), ("end", False)])

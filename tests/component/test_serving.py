@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import threading
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.agents.environments.caller import CALL, conversation, save_caller
 from tests.unit.kernel.store.published import IDENTITY
+from tests.waiting import wait_until
 from xray.deployments.service import free_port
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generators.vllm.server import (
@@ -211,9 +213,7 @@ def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
             time.sleep(1)
             killed = time.monotonic()
             replica.kill()
-            deadline = killed + WAIT_SECONDS
-            while not any(asked > killed for asked, *_ in answers) and time.monotonic() < deadline:
-                time.sleep(0.1)
+            wait_until(lambda: any(asked > killed for asked, *_ in answers), seconds=WAIT_SECONDS)
         finally:
             ended.set()
         for done in clients:
@@ -310,12 +310,7 @@ def test_users_are_answered_while_a_candidate_begins_dies_and_is_taken_away(
             for user in own:
                 answers[user].append(answered_by(address, user))
 
-    def until(condition: Any) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
+    until = functools.partial(wait_until, seconds=WAIT_SECONDS)
     try:
         server.deploy(champion)
         before = {process.pid for process in processes("ray::Replica")}

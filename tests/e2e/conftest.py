@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.exposure import Exposure, exposure_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 XRAY = Path(sys.executable).with_name("xray")
@@ -48,11 +48,7 @@ def watched(output: Path) -> tuple[Outcome, Exposure]:
             [XRAY, *_tiny(output)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=err, text=True
         )
     try:
-        deadline = time.monotonic() + 240
-        while not list(output.glob("logs/sft/policy-0.log")):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, "no Workhorse was started"
-            time.sleep(0.2)
+        wait_until((output / "logs" / "sft" / "policy-0.log").exists, seconds=240, process=process, why=log)
         exposure = exposure_of(process.pid)
         out, _ = process.communicate(timeout=900)
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
+from tests.waiting import wait_until
 from xray.deployments.service import free_port
 from xray_runtime.kernel.processes import TAG
 
@@ -133,10 +134,7 @@ class Operator:
                     process.kill()
 
     def until(self, condition: Callable[[], bool], why: str) -> None:
-        deadline = time.monotonic() + LONG
-        while not condition():
-            assert time.monotonic() < deadline, why
-            time.sleep(0.5)
+        wait_until(condition, seconds=LONG, why=why, pause_s=0.5)
 
     def ended(self, run: str) -> dict[str, Any]:
         final = ("COMPLETED", "FAILED", "CRASHED")

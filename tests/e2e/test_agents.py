@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
+from tests.waiting import kill_all, wait_until
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.kernel.graph.artifacts import EPISODES
 
@@ -56,15 +53,8 @@ def kill_in_mid_episode(project: Path, output: Path, options: list[str]) -> int:
     command = [XRAY, "run", FLOW, "--output", str(output), *options]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=project, env=environment(), **quiet)
-    deadline = time.monotonic() + 1500
-    while not answered(output):
-        assert process.poll() is None, f"it ended with {process.returncode}"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGKILL)
-    process.wait()
+    wait_until(lambda: answered(output), seconds=1500, process=process, pause_s=0.02)
+    kill_all(process)
     return answered(output)
 
 

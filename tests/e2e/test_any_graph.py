@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from tests.graphs import GRAPHS, GraphCase
+from tests.waiting import wait_until
 
 RUNTIME = {"runtime.parallel": "auto", "runtime.snapshot_every": 1}
 LIMIT_S = 900.0
@@ -63,11 +63,8 @@ class Commands:
             command = [XRAY, *self._run_command(output)]
             process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             try:
-                deadline = time.monotonic() + LIMIT_S
-                while not self._is_at_work(output):
-                    assert process.poll() is None, "the run ended before it could be killed"
-                    assert time.monotonic() < deadline, f"{self.case.until} did not begin"
-                    time.sleep(0.05)
+                why = f"{self.case.until} did not begin"
+                wait_until(lambda: self._is_at_work(output), seconds=LIMIT_S, process=process, why=why, pause_s=0.05)
             finally:
                 process.kill()
                 process.wait()

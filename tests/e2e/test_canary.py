@@ -6,7 +6,6 @@ import itertools
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from tests.e2e.cycles import NAME
+from tests.waiting import wait_until
 from xray.deployments.service import free_port
 from xray.flows.cycles import read_cycles
 from xray_runtime.kernel.history.recorded import RecordedReader
@@ -64,10 +64,7 @@ def address(place: Path, log: Path) -> Iterator[str]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(condition, seconds=PATIENCE_S, pause_s=0.2)
 
 
 def post(url: str, body: dict[str, Any], **headers: str) -> Any:

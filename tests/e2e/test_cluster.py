@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.ray_nodes import MAY_MOUNT, Cluster
+from tests.waiting import wait_until
 from xray_runtime.cluster.pool.nodes import PLACEMENT
 
 pytestmark = pytest.mark.long
@@ -52,10 +52,7 @@ def snapshots(output: Path) -> list[Path]:
 
 
 def until(condition: Callable[[], Any], why: str) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.1)
+    wait_until(condition, seconds=LONG, why=why)
 
 
 @pytest.mark.timeout(3600)

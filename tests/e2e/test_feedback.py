@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment, xray
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def judged(place: Path) -> dict[str, Any]:
     assert process.stdin is not None
     process.stdin.write(b"1\n2\nt\n")
     process.stdin.flush()
-    wait_until(lambda: len(verdicts(place)) == 3, process)
+    wait_until(lambda: len(verdicts(place)) == 3, seconds=LONG, process=process)
     process.kill()
     process.wait()
     done = subprocess.run(
@@ -76,14 +76,6 @@ def verdicts(place: Path) -> list[dict[str, Any]]:
     """Verdicts on disk, a torn last line apart."""
     found = list(place.glob("feedback/*/judgements.jsonl"))
     return [json.loads(line) for path in found for line in path.read_bytes().split(b"\n")[:-1]]
-
-
-def wait_until(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert process.poll() is None, "it ended early"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_conversation_through_a_pipe(place: Path) -> None:
@@ -132,7 +124,7 @@ def test_a_run_trains_on_what_was_judged(dataset: Path, place: Path) -> None:
         return {s["name"]: s for s in content["stages"] if content["status"] == "running"}
 
     # What follows is the same as for any other preferences.
-    wait_until(lambda: "preferences" in stages(), process)
+    wait_until(lambda: "preferences" in stages(), seconds=LONG, process=process)
     made = stages()
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=LONG)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from playwright.sync_api import sync_playwright
 from tests.e2e.conftest import ROOT, XRAY, Outcome, edges, environment, to_compute, xray
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
 from tests.e2e.ray_nodes import Cluster
+from tests.waiting import wait_until
 from xray.deployments.local_services import PREFECT_SERVER
 from xray.deployments.service import answers, free_port
 
@@ -87,7 +87,7 @@ def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_p
     server = subprocess.Popen([*PREFECT_SERVER, f"--port={port}"], env=environment() | variables)
     run = outcome.lifecycle["flow_run_id"]
     try:
-        _wait_for(lambda: answers(f"{address}/api/health"), server)
+        wait_until(lambda: answers(f"{address}/api/health"), seconds=600, process=server)
         with sync_playwright() as playwright, open_browser(playwright) as browser:
             pages = Pages(browser, address)
             with pages.window.expect_response(lambda answer: f"{run}/graph-v2" in answer.url) as answer:
@@ -156,20 +156,9 @@ def test_interrupting_one_of_two_lifecycles_leaves_the_other_unchanged(
         )
 
     stays, goes = start("stays", 0), start("goes", 1)
-    _wait_for((tmp_path / "goes" / "logs" / "sft" / "policy-0.log").exists, goes)
+    wait_until((tmp_path / "goes" / "logs" / "sft" / "policy-0.log").exists, seconds=600, process=goes)
     goes.send_signal(signal.SIGINT)
     assert goes.wait(300) == 130
     out, _ = stays.communicate(timeout=900)
     assert stays.returncode == 0
     assert shas(Outcome(0, out, "")) == shas(first)
-
-
-def _wait_for(
-    condition: object, process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: float = 600
-) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, f"it ended with {process.returncode}"
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, environment
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 MARK = "XRAY_TEST_SCRIPT"
@@ -58,21 +58,14 @@ def test_a_script_that_ends_early_goes_on_when_it_is_run_again(tmp_path: Path) -
     for number, status in ((signal.SIGTERM, "interrupted"), (signal.SIGKILL, "failed")):
         shutil.rmtree(output / "logs", ignore_errors=True)
         process = _start(tmp_path, output)
-        deadline = time.monotonic() + 600
-        while not list(output.glob("logs/*/policy-0.log")):
-            assert process.poll() is None, process.communicate()[0][-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_until(lambda: list(output.glob("logs/*/policy-0.log")), seconds=600, process=process)
         process.send_signal(number)
         printed = process.communicate(timeout=300)[0]
         if number == signal.SIGTERM:
             assert process.returncode == 130
             assert "Traceback" not in printed
             assert re.match(r"interrupted; run it again to continue from \w", printed.splitlines()[-1]), printed[-2000:]
-        deadline = time.monotonic() + LEFT_SECONDS
-        while (left := _left(str(output))) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert left == []
+        wait_until(lambda: not _left(str(output)), seconds=LEFT_SECONDS, why="something is left", pause_s=0.5)
         assert _status(output) == status
     process = _start(tmp_path, output)
     printed = process.communicate(timeout=900)[0]

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.secrets import OTHERS, SECRETS, environments, places_of
+from tests.waiting import wait_until
 from xray.deployments.service import free_port
 
 pytestmark = pytest.mark.long
@@ -94,11 +95,9 @@ def test_servers_may_go_away_for_a_while(servers: dict[str, Server], tmp_path: P
             stderr=log,
         )
     try:
-        deadline = time.monotonic() + 400
-        while not (output / "logs" / "ppo-1" / "policy-0.log").exists():
-            assert run.poll() is None, (tmp_path / "run.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(
+            (output / "logs" / "ppo-1" / "policy-0.log").exists, seconds=400, process=run, why=tmp_path / "run.log"
+        )
         secrets = _look_at(run.pid)
         for server in servers.values():
             server.kill()

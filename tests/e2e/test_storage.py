@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from tests.s3 import BUCKET, S3Server
+from tests.waiting import kill_all, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -77,14 +77,9 @@ def test_other_directories_go_on_from_the_store(first: Outcome, output: Path, se
     killed = tmp_path / "killed"
     with (tmp_path / "killed.log").open("wb") as log:
         run = subprocess.Popen(command(killed), cwd=ROOT, env=environment() | server.variables, stdout=log, stderr=log)
-    deadline = time.monotonic() + 800
-    while not stored(server, "snapshots/ppo-2-*/step-*/index.json"):
-        assert run.poll() is None, (tmp_path / "killed.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for process in [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]:
-        process.kill()
-    run.wait()
+    has_snapshot = partial(stored, server, "snapshots/ppo-2-*/step-*/index.json")
+    wait_until(has_snapshot, seconds=800, process=run, why=tmp_path / "killed.log", pause_s=0.02)
+    kill_all(run)
     assert not stored(server, "checkpoints/ppo-2-*/index.json")
     shutil.rmtree(killed)
 

@@ -22,7 +22,7 @@ from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.agents.request import OVER, RefusedError, Reply, Request
 from xray_runtime.agents.sampler import GeneratorFailedError
-from xray_runtime.agents.spans import Spans, note_error, note_replies, note_request
+from xray_runtime.agents.spans import Spans, note_replies, note_request
 from xray_runtime.agents.threads import in_thread
 from xray_runtime.kernel.request_bodies import parse_body
 
@@ -129,19 +129,13 @@ class AgentApp:
     ) -> tuple[list[Reply] | None, bool]:
         if self._spans is None:
             return await self._call(episode, dialect, body, scope, receive)
-        span = self._spans.begin(episode.name, path)
-        try:
+        with self._spans.call(episode.name, path) as span:
             with contextlib.suppress(RefusedError):
                 note_request(span, _json(body))
             replies, stream = await self._call(episode, dialect, body, scope, receive)
             if replies is not None:
                 note_replies(span, replies)
             return replies, stream
-        except BaseException as error:
-            note_error(span, error)
-            raise
-        finally:
-            span.end()
 
     async def _call(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive

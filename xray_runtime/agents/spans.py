@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.agents.request import Reply
@@ -44,9 +45,10 @@ class Spans:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("xray.agents")
 
-    def begin(self, episode: str, path: str) -> Span:
-        """The span of a call that arrived."""
-        from opentelemetry.trace import SpanKind
+    @contextmanager
+    def call(self, episode: str, path: str) -> Iterator[Span]:
+        """The span of a call that arrived, until it is answered or fails."""
+        from opentelemetry.trace import SpanKind, StatusCode
 
         operation = "text_completion" if path == "v1/completions" else "chat"
         attributes = {
@@ -54,7 +56,15 @@ class Spans:
             "gen_ai.provider.name": "xray",
             "gen_ai.conversation.id": episode,
         }
-        return self._tracer.start_span(f"{operation} policy", kind=SpanKind.SERVER, attributes=attributes)
+        span = self._tracer.start_span(f"{operation} policy", kind=SpanKind.SERVER, attributes=attributes)
+        try:
+            yield span
+        except BaseException as error:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(StatusCode.ERROR, " ".join(str(error).split()))
+            raise
+        finally:
+            span.end()
 
     def close(self) -> None:
         """Export what is left."""
@@ -75,14 +85,6 @@ def note_replies(span: Span, replies: Sequence[Reply]) -> None:
     span.set_attribute("gen_ai.response.finish_reasons", [reply.finish for reply in replies])
     span.set_attribute("gen_ai.usage.input_tokens", replies[0].num_prompt)
     span.set_attribute("gen_ai.usage.output_tokens", sum(reply.num_tokens for reply in replies))
-
-
-def note_error(span: Span, error: BaseException) -> None:
-    """Mark a call that was not answered."""
-    from opentelemetry.trace import StatusCode
-
-    span.set_attribute("error.type", type(error).__name__)
-    span.set_status(StatusCode.ERROR, " ".join(str(error).split()))
 
 
 def named_spans() -> Spans | None:

@@ -81,7 +81,8 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error
     if not callable(function):
         raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 class FormError(ValueError):

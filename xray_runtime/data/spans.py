@@ -73,7 +73,8 @@ class SpanSet:
         if not len(self._all):
             return hashes[:0]
         position = np.minimum(np.searchsorted(self._all, hashes), len(self._all) - 1)
-        return hashes[self._all[position] == hashes]
+        known: np.ndarray = hashes[self._all[position] == hashes]
+        return known
 
 
 def _windows(ids: Hashes) -> Hashes:
@@ -86,7 +87,8 @@ def _windows(ids: Hashes) -> Hashes:
         part = ids[offset : offset + count]
         hashes = hashes * _BASE + part
         whole &= part != 0
-    return hashes[whole]
+    found: np.ndarray = hashes[whole]
+    return found
 
 
 def _hash_whole(ids: Hashes) -> int:

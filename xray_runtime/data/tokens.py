@@ -139,7 +139,8 @@ class Shard:
 
 
 def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    whole: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    return whole
 
 
 def stored(

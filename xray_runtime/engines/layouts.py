@@ -180,6 +180,13 @@ class EngineConfig(ComputedConfig, PlugSection):
     def check_written(self) -> None:
         """Raises ValueError if fields conflict that `runtime.parallel: auto` may still change."""
 
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
+        if runtime.parallel == "as_written":
+            try:
+                self.check_written()
+            except ValueError as error:
+                raise ValueError(f"{path}.{error}") from None
+
     def check_device(self, device: str, path: str) -> None:
         """Raises ValueError if `device` ("cpu" or "cuda") does not support a field of this section, which is at
         `path`."""
@@ -226,7 +233,7 @@ class GeneratorConfig(PlugSection):
         """Libraries that the processes of its Workhorses import; see `cluster.pool.libraries`."""
         return f"generator:{self.engine}"
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if the generator cannot do what `runtime` asks of it."""
         direct = runtime.weight_transfer in ("nccl", "ipc")
         for capability, value, field in (
@@ -235,7 +242,7 @@ class GeneratorConfig(PlugSection):
         ):
             if field is not None:
                 feature = f"runtime.{field} = {getattr(runtime, field)!r}"
-                self.require(capability, feature, "generator", value)
+                self.require(capability, feature, path, value)
                 if runtime.device == "cpu":
                     raise ValueError(unsupported(feature, "runtime.device = 'cpu'", why="it needs 'cuda'"))
 

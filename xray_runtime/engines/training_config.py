@@ -58,9 +58,8 @@ class TrainingConfig(Section):
 
 
 def check_sampled(lora: LoRAConfig | None, generator: GeneratorConfig, runtime: RuntimeConfig) -> None:
-    """Raises ValueError if the generator cannot do what `runtime` asks of it, or if `lora` trains a part of a layer
-    that it holds as one, since a transfer from GPU to GPU replaces whole layers."""
-    generator.check_runtime(runtime)
+    """Raises ValueError if `lora` trains a part of a layer that the generator holds as one, since a transfer from GPU
+    to GPU replaces whole layers."""
     if lora is None or runtime.weight_transfer not in ("nccl", "ipc"):
         return
     trained = set(lora.target_modules or LINEAR_LAYERS)

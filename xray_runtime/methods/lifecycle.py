@@ -11,8 +11,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig, check_one_row_each
-from xray_runtime.engines.training_config import TrainingConfig, check_sampled, check_trained_part
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig
+from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.config.section import RuntimeConfig, Section, UnitInterval
 from xray_runtime.kernel.config.sources import Gold, SourceTerms
 from xray_runtime.methods.benchmark.config import BenchmarkConfig
@@ -23,42 +23,16 @@ from xray_runtime.methods.preferences.config import (
     DatasetPreferences,
     GoldPreferences,
     PreferencesConfig,
-    RatingPreferences,
 )
 from xray_runtime.methods.prepare.config import DataConfig
 from xray_runtime.methods.reward_model.config import RewardBase, RewardConfig
 from xray_runtime.methods.sft.config import SFTConfig
-from xray_runtime.models.config import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
+from xray_runtime.models.config import BaseConfig, FreshBase, PretrainedBase
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 from xray_runtime.rewards.config import ExternalReward
 
-BaseModelConfig = FreshBase | PretrainedBase | CheckpointBase
 
-
-def _trains(field: str, engine: EngineConfig, base: BaseModelConfig) -> None:
-    if not isinstance(base, FreshBase):
-        try:
-            check_trained_part(None, base.trainable_layers, engine, field)
-        except ValueError as error:
-            raise ValueError(f"base.{error}") from None
-        return
-    capabilities, library = engine.capabilities, engine.library
-    for degree, sizes in (
-        ("tensor_parallel", capabilities.tensor_divides),
-        ("pipeline_parallel", capabilities.pipeline_divides),
-    ):
-        for size in sizes:
-            if getattr(base, size) % getattr(engine, degree):
-                raise ValueError(
-                    f"{field}.{degree} = {getattr(engine, degree)} must divide base.{size} = {getattr(base, size)} "
-                    f"with library {library!r}"
-                )
-
-
-def _check_split(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
-    # Only a fresh base states its shape; engines check other models when they load them.
-    if not isinstance(base, FreshBase):
-        return
+def _check_split(field: str, layout: LayoutConfig, base: FreshBase) -> None:
     _check_heads(field, layout.tensor_parallel, base)
     stages = layout.pipeline_parallel
     if stages > base.num_layers:
@@ -73,12 +47,24 @@ def _check_heads(field: str, tensor: int, base: FreshBase) -> None:
         )
 
 
-def _adapt(field: str, lora: LoRAConfig, base: BaseModelConfig) -> None:
-    if not isinstance(base, FreshBase):
-        return
-    unknown = [name for name in lora.target_modules or [] if name not in LINEAR_LAYERS]
-    if unknown:
-        raise ValueError(f"{field}.lora.target_modules: {unknown[0]!r} must be one of {', '.join(LINEAR_LAYERS)}")
+def _check_divides(field: str, engine: EngineConfig, base: FreshBase) -> None:
+    capabilities = engine.capabilities
+    for degree, sizes in (
+        ("tensor_parallel", capabilities.tensor_divides),
+        ("pipeline_parallel", capabilities.pipeline_divides),
+    ):
+        for size in sizes:
+            if getattr(base, size) % getattr(engine, degree):
+                raise ValueError(
+                    f"{field}.{degree} = {getattr(engine, degree)} must divide base.{size} = {getattr(base, size)} "
+                    f"with library {engine.library!r}"
+                )
+
+
+def _check_adapters(field: str, lora: LoRAConfig) -> None:
+    for name in lora.target_modules or []:
+        if name not in LINEAR_LAYERS:
+            raise ValueError(f"{field}.lora.target_modules: {name!r} must be one of {', '.join(LINEAR_LAYERS)}")
 
 
 class PPOSection(Section):
@@ -153,26 +139,6 @@ class LifecycleConfig(Section):
                 engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
         return engines
 
-    @model_validator(mode="after")
-    def _layouts(self) -> Self:
-        _check_split("frozen", self.frozen, self.base)
-        for number, stage in enumerate(self.ppo_stages):
-            field = f"ppo.stages.{number}.prompts_per_iteration × samples_per_prompt"
-            check_one_row_each(self.frozen, field, stage.rollout_size, "frozen")
-        check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
-        for name, engine in self.engines.items():
-            _check_split(name, engine, self.base)
-            _trains(name, engine, self.base)
-            if self.runtime.parallel == "as_written":
-                try:
-                    engine.check_written()
-                except ValueError as error:
-                    raise ValueError(f"{name}.{error}") from None
-        for name, section in self.trained.items():
-            if section.lora is not None:
-                _adapt(name, section.lora, self.base)
-        return self
-
     @property
     def reads(self) -> list[str]:
         """Names of data and models from outside the store."""
@@ -192,19 +158,6 @@ class LifecycleConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _runtime_fits(self) -> Self:
-        self.generator.check_runtime(self.runtime)
-        if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
-            raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
-        for number, stage in enumerate(self.ppo_stages):
-            try:
-                stage.check_runtime(self.runtime)
-                check_sampled(stage.lora, self.generator, self.runtime)
-            except ValueError as error:
-                raise ValueError(f"ppo.stages.{number}.{error}") from None
-        return self
-
-    @model_validator(mode="after")
     def _training_is_complete(self) -> Self:
         if (self.dpo is not None) == (self.ppo is not None):
             raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
@@ -218,22 +171,16 @@ class LifecycleConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _data_has_what_is_read(self) -> Self:
-        for sources, terms in {"rewards": self.rewards, "evaluate.judges": self.evaluate.judges}.items():
-            for number, term in enumerate(terms):
-                for field, column in term.columns.items():
-                    if column not in self.data.columns:
-                        raise ValueError(f"{sources}.{number}.{field} = {column!r} must be one of data.columns")
-        if isinstance(self.preferences, RatingPreferences) and (self.data.source != "chitchat" or self.data.sources):
-            raise ValueError(
-                f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "
-                "only those conversations carry ratings"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _fresh_base_fits(self) -> Self:
+        # Only a fresh base states its shape; engines check other models when they load them.
         if isinstance(self.base, FreshBase):
+            _check_split("frozen", self.frozen, self.base)
+            for name, engine in self.engines.items():
+                _check_split(name, engine, self.base)
+                _check_divides(name, engine, self.base)
+            for name, section in self.trained.items():
+                if section.lora is not None:
+                    _check_adapters(name, section.lora)
             _check_heads("generator", self.generator.tensor_parallel, self.base)
             limit = self.base.max_positions
             new_tokens = [*(stage.max_new_tokens for stage in self.ppo_stages), self.evaluate.max_new_tokens]

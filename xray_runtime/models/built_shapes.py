@@ -95,7 +95,7 @@ def _intermediate(config: Any, parameters: list[Any]) -> int:
     layer is wider."""
     width = getattr(config, "intermediate_size", None)
     if isinstance(width, list | tuple) and width:
-        return max(width)
+        return int(max(width))
     return width if isinstance(width, int) else max(max(p.shape) for p in parameters)
 
 

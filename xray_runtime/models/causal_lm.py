@@ -65,7 +65,8 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(llama)
+        lm: nn.Module = transformers.LlamaForCausalLM(llama)
+        return lm
 
 
 class Pretrained(NamedTuple):
@@ -243,10 +244,11 @@ def skeleton(model: str) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
     if not gguf:
         check_config(config)
-    lm = without_weights(config)
+    lm: Any = without_weights(config)
     # Without weights a tied weight becomes two.
     lm.tie_weights()
-    return lm.eval()
+    model: nn.Module = lm.eval()
+    return model
 
 
 def without_weights(config: Any) -> Any:
@@ -291,6 +293,7 @@ def _untouched() -> Iterator[None]:
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
     """The causal LM of a checkpoint directory, in float32. Raises ValueError if some of its weights are missing."""
+    model: nn.Module
     model, missing = load_weights(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
     if missing is not None:
         raise ValueError(f"{directory}: has no weights for {missing}")

@@ -255,12 +255,14 @@ class HeadedLM(nn.Module):
         layer = self.lm.get_output_embeddings()
         if not isinstance(layer.forward, _ForwardInChunks):
             layer.forward = _ForwardInChunks(layer.forward, self._logits)
-        return layer(hidden, compute)
+        found: T = layer(hidden, compute)
+        return found
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""
         assert self.scalar is not None
-        return self.scalar(hidden).squeeze(-1)
+        found: Tensor = self.scalar(hidden).squeeze(-1)
+        return found
 
 
 class Branch(nn.Module):

@@ -245,7 +245,10 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if trees is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return plain
     half = query.dtype in (torch.float16, torch.bfloat16)
     if query.is_cuda and half and query.shape[-1] in VARLEN_HEAD_SIZES:
         return _in_two_kernels(query, key, value, trees, scaling)[None], None
@@ -273,7 +276,8 @@ def _attention(
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
     """`x[index]`, by `embedding`: its backward pass takes a third of the time that indexing's takes on a CPU."""
-    return embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
+    rows: Tensor = embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
+    return rows
 
 
 def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scaling: float | None) -> Tensor:

@@ -84,7 +84,8 @@ def check_published(
 def fits(directory: Path) -> bool:
     """Whether half of the free memory holds the model."""
     size = sum(file.stat().st_size for file in set(weight_files(directory).values()))
-    return size <= psutil.virtual_memory().available // 2
+    free: int = psutil.virtual_memory().available
+    return size <= free // 2
 
 
 def _read(directory: Path) -> tuple[Any, dict[str, str]]:

@@ -63,7 +63,9 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
     with safe_open(files[name], framework="pt") as file:
         # A number has no slices.
         whole = high is None
-        part = file.get_tensor(name) if whole else file.get_slice(name)[(*[slice(None)] * dim, slice(low, high))]
+        part: Tensor = (
+            file.get_tensor(name) if whole else file.get_slice(name)[(*[slice(None)] * dim, slice(low, high))]
+        )
         return part.to(torch.float32, copy=True)
 
 

@@ -2,8 +2,8 @@
 
     manifest.json, model.safetensors, …   the checkpoint, as its manifest lists it
     README.md                             the model card (models and reward models alone)
-    attestation/statement.json            how this copy was made: in-toto with SLSA provenance, signed; lists every other
-                                          file but model.sig by sha256
+    attestation/statement.json            how this copy was made: in-toto with SLSA provenance, signed; it lists the
+                                          sha256 of every other file but model.sig
     attestation/code.diff                 changes that were not committed, if there are any
     attestation/card.md                   in an evaluation: the card of the policy with its results
     model.sig                             OpenSSF model signature (models and reward models alone): `model_signature`
@@ -23,12 +23,13 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem, StatementSubject, Verifier, sign
+from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem, Verifier, sign
 from xray_runtime.kernel.evidence.statement import (
     DIFF,
     MAX_DIFF_BYTES,
     External,
     OutsideSource,
+    Predicate,
     RunFacts,
     Statement,
     read_statement,
@@ -85,8 +86,8 @@ def attest(
             card = model_card(*read_manifest(policy), read_statement(policy), results)
             (record / EVALUATED_CARD).write_text(card, encoding="utf-8")
     beside = [*([directory / CARD] if is_model else []), *sorted(record.iterdir())]
-    files = [StatementSubject.of(path.relative_to(directory).as_posix(), file_sha256(path)) for path in beside]
-    statement = statement.model_copy(update={"subject": [*statement.subject, *files]})
+    files = {path.relative_to(directory).as_posix(): file_sha256(path) for path in beside}
+    statement = Statement.of(statement.predicate, statement.files | files)
     (record / STATEMENT).write_bytes(sign(statement, private_key.read_bytes()))
     if is_model:
         sign_model(directory, signed_files(directory, manifest, sha256), private_key)
@@ -181,8 +182,8 @@ def _statement(
         "internal": internal,
         "dependencies": dependencies + [provenance.outside_source(source) for source in run.outside],
     }
-    subject = [StatementSubject.of(MANIFEST, sha256), *(StatementSubject.of(f.path, f.sha256) for f in manifest.files)]
-    return Statement.model_validate({"subject": subject, "predicate": {"build": build, "details": details}})
+    predicate = Predicate.model_validate({"build": build, "details": details})
+    return Statement.of(predicate, {MANIFEST: sha256, **{entry.path: entry.sha256 for entry in manifest.files}})
 
 
 def _ancestry(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.methods.evaluate.config import PEOPLE, PromotionConfig
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.leaky_judges import leaky_judges
-from xray_runtime.trust.terms import conflicts
 
 NOT_EVALUATED = "the candidate has no evaluation in the store"
 NO_JUDGE = "set gold, evaluate.judges or evaluate.heldout_reward_model, or "
@@ -109,6 +109,43 @@ def check_licenses(graph: CheckpointGraph, candidate: str, allowed: list[str]) -
     listed = ", ".join(allowed) or "none"
     reason = f"{'; '.join(found)}; allowed: {listed}" if found else f"every source is under one of {listed}"
     return Gate(name="allowed_licenses", passed=not found, reason=reason)
+
+
+def conflicts(graph: CheckpointGraph, model: str, allowed: list[str]) -> Iterator[str]:
+    """Every source behind `model` (a sha256) without a licence in `allowed`, and its path to the model.
+
+    The sources of a reward model count too: the policy learned from its scores.
+    """
+    names = {name.casefold() for name in allowed}
+    for sha in graph.ancestors([model]):
+        node = graph.nodes.get(sha)
+        sources: list[tuple[str, str | None]]
+        if node is None:
+            sources = [(f"checkpoint {sha[:12]}, which is not in the store,", None)]
+        elif node.statement is None:
+            sources = [(f"{node.name}, which has no statement,", None)]
+        else:
+            read = graph.own_sources(sha)
+            sources = [(f"{outside.name} ({outside.field})", outside.terms.license) for outside in read]
+        for source, licence in sources:
+            if not licence or licence.casefold() not in names:
+                has = f"has the licence {licence}" if licence else "has no licence on record"
+                yield f"{source} {has}: {' → '.join(_path(graph, sha, model))}"
+
+
+def _path(graph: CheckpointGraph, start: str, end: str) -> list[str]:
+    """A shortest path from a checkpoint to a descendant."""
+    after, pending = {end: ""}, deque([end])
+    while start not in after:
+        child = pending.popleft()
+        for _, parent in graph.parents(child):
+            if parent not in after:
+                after[parent] = child
+                pending.append(parent)
+    way = [start]
+    while way[-1] != end:
+        way.append(after[way[-1]])
+    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in way]
 
 
 def _gate(graph: CheckpointGraph, name: str, node: Node, check: Check, bound: float) -> Gate:

@@ -29,7 +29,6 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import (
     InTotoRecord,
     SignatureProblem,
-    StatementSubject,
     TrustedKey,
     Verifier,
     load_public,
@@ -74,7 +73,7 @@ class Rotation(BaseModel):
 
 
 class _Record(InTotoRecord[Rotation]):
-    predicate_type: Literal["urn:xray:rotation:v1"] = Field("urn:xray:rotation:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:rotation:v1"] = Field(default="urn:xray:rotation:v1", alias="predicateType")
 
 
 def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> Rotation:
@@ -296,5 +295,5 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired.sha256, successor=successor, at=now, by=by, note=note)
-    record = _Record(subject=[StatementSubject.of("signing.pub", successor)], predicate=rotation)
+    record = _Record.of(rotation, {"signing.pub": successor})
     write_atomic(folder / f"{name}.json", sign(record, old.read_bytes(), new.read_bytes()))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic import Field
 
-from xray_runtime.kernel.evidence.envelope import Digests, EvidenceModel, InTotoRecord, StatementSubject, sign
+from xray_runtime.kernel.evidence.envelope import EvidenceModel, InTotoRecord, sign
 from xray_runtime.kernel.evidence.lines import LogRecord
 from xray_runtime.kernel.evidence.log import END, LOG, digests, view
 from xray_runtime.kernel.evidence.view import START, Decision, Left, Published, SignedEntry, lock
@@ -33,7 +33,7 @@ class LogEnd(EvidenceModel):
 
 
 class EndRecord(InTotoRecord[LogEnd]):
-    predicate_type: Literal["urn:xray:log-end:v1"] = Field("urn:xray:log-end:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:log-end:v1"] = Field(default="urn:xray:log-end:v1", alias="predicateType")
 
 
 def append(
@@ -56,8 +56,7 @@ def append(
     with contextlib.nullcontext() if locked else lock(output, "log"):
         line = append_line(output, output / LOG, LogRecord, entry, files or {}, private=private)
         # After a crash before this, it names the line before.
-        subject = [StatementSubject.of(LOG, hashlib.sha256(line).hexdigest())]
-        end = EndRecord(subject=subject, predicate=LogEnd(at=_now()))
+        end = EndRecord.of(LogEnd(at=_now()), {LOG: hashlib.sha256(line).hexdigest()})
         write_atomic(output / END, sign(end, private.read_bytes()))
 
 
@@ -127,11 +126,9 @@ def sign_line(
     previous: str = START,
 ) -> bytes:
     """A line as `append_line` writes it, after the line with the digest `previous`."""
-    # A statement needs a subject: an entry without files is about the line before.
-    subject = [StatementSubject.of(name, sha) for name, sha in sorted(files.items())]
-    subject = subject or [StatementSubject(digest=Digests(sha256=previous))]
     dated = entry.model_copy(update={"previous": previous, "at": _now()})
-    content = record.model_validate({"subject": subject, "predicate": dated})
+    # A statement needs a subject: an entry without files is about the line before, which has no name.
+    content = record.of(dated, dict(sorted(files.items())) or {"": previous})
     return sign(content, (private or signing_key(output)).read_bytes())
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from xray_runtime.kernel.evidence.log import read_object, view
@@ -135,8 +135,8 @@ def register_policy(
     version = registry.register(name, policy, run_id, CANDIDATE)
     evidence = {"statement": statement_sha256(policy.path), "evaluation": evaluation and evaluation.sha256}
     evidence = {what: sha256 for what, sha256 in evidence.items() if sha256 is not None}
-    fields = {"name": name, "alias": CANDIDATE, "version": version, "checkpoint": policy.sha256, "page": FORM}
-    decide(output, by=by, note=note, action="register", evidence=evidence, **fields)
+    fields: dict[str, Any] = {"name": name, "alias": CANDIDATE, "version": version, "checkpoint": policy.sha256}
+    decide(output, by=by, note=note, action="register", evidence=evidence, page=FORM, **fields)
     refs = [ref for ref in (policy, evaluation) if ref is not None]
     nodes = {ref.sha256: Node(ref.sha256, ref.path, read_manifest(ref.path)[0]) for ref in refs}
     write_pages(registry, output, name, [version], nodes)

@@ -163,8 +163,8 @@ def promote(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -
 
 def decline(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Record that a person refused; no alias moves."""
-    fields = {"name": seen.name, "alias": CHAMPION, "version": seen.version, "checkpoint": seen.candidate.sha256}
-    decide(store.output, by=by, note=note, action="decline", **fields, **_reviewed(seen))
+    fields = _reviewed(seen) | {"name": seen.name, "alias": CHAMPION, "checkpoint": seen.candidate.sha256}
+    decide(store.output, by=by, note=note, action="decline", version=seen.version, **fields)
     _move_aliases(store, seen.name, seen.version)
 
 
@@ -217,8 +217,8 @@ def _move_champion(
     # The champion comes last: after a crash before it, the same command decides both again.
     moves = ({PREVIOUS: (present.version, present.checkpoint)} if present else {}) | {CHAMPION: to}
     for alias, (version, sha256) in moves.items():
-        fields = {"name": name, "alias": alias, "version": version, "checkpoint": sha256}
-        decide(store.output, by=by, note=note, action=action, **fields, **reviewed)
+        fields = reviewed | {"name": name, "alias": alias, "version": version, "checkpoint": sha256}
+        decide(store.output, by=by, note=note, action=action, **fields)
 
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:

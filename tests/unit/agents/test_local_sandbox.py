@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.unit.agents.answering import Answering, serving
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.agents.sandboxes.base import Box, Ended, Limits, Program
 from xray_runtime.kernel.confine import confine
@@ -49,14 +49,9 @@ class Place:
         return found
 
 
-class Hello(BaseHTTPRequestHandler):
+class Hello(Answering):
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        self.answer(b"hello")
 
 
 @pytest.fixture(scope="module", params=HAS)
@@ -64,15 +59,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if not HAS[request.param]:
         pytest.skip(f"this machine has no {request.param}")
     log = tmp_path_factory.mktemp("log") / "agents.log"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hello)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XRAY_TEST_SECRET", HIDDEN)
         sandbox = LocalSandbox(log, request.param, accepts_weak=True)
-    yield Place(request.param, sandbox, f"http://127.0.0.1:{server.server_port}", log)
-    sandbox.close()
-    server.shutdown()
-    server.server_close()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Hello)) as server:
+        yield Place(request.param, sandbox, f"http://127.0.0.1:{server.server_port}", log)
+        sandbox.close()
 
 
 def test_a_program_gets_its_files_its_input_and_the_gateway(place: Place, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.unit.agents import sample_agents
+from tests.unit.agents.answering import Answering, serving
 from tests.unit.agents.parts import World
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
@@ -186,35 +187,24 @@ def test_a_sandbox_that_does_not_start_is_infrastructure(world: World, tmp_path:
 
 
 def test_a_service_is_asked_with_an_address(world: World, tmp_path: Path) -> None:
-    import threading
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
     asked: list[dict[str, Any]] = []
     answers = iter([(200, b'{"value": 2}'), (500, b""), (404, b""), (200, b"no")])
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answering):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            status, body = next(answers)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
+            asked.append(self.body())
+            status, content = next(answers)
+            self.answer(content, status)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/play"
-    runner = open_runner(config(url=url), tmp_path / "agents.log")
-    assert outcome(runner, world) == Outcome(Posted(2.0))
-    assert asked[0]["task"] == {"prompt": "question"}
-    assert asked[0]["base_url"].endswith("/episodes/a/v1")
-    assert outcome(runner, world) == Outcome(infrastructure=f"{url}: status 500")
-    assert outcome(runner, world) == Outcome(broken="status 404")
-    assert outcome(runner, world) == Outcome(broken="the answer is not JSON: no")
-    server.shutdown()
-    server.server_close()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        url = f"http://127.0.0.1:{server.server_port}/play"
+        runner = open_runner(config(url=url), tmp_path / "agents.log")
+        assert outcome(runner, world) == Outcome(Posted(2.0))
+        assert asked[0]["task"] == {"prompt": "question"}
+        assert asked[0]["base_url"].endswith("/episodes/a/v1")
+        assert outcome(runner, world) == Outcome(infrastructure=f"{url}: status 500")
+        assert outcome(runner, world) == Outcome(broken="status 404")
+        assert outcome(runner, world) == Outcome(broken="the answer is not JSON: no")
     down = outcome(runner, world)
     assert down.infrastructure is not None
     assert "ConnectError" in down.infrastructure

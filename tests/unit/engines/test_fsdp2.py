@@ -10,7 +10,7 @@ import torch
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, with_precision
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.trainers.fsdp2.muon import COEFFICIENTS, NUM_ITERATIONS, orthogonalized
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.loading import validate
@@ -48,8 +48,8 @@ def test_muon_is_a_field_of_this_trainer_alone() -> None:
 
 def test_precision_is_chosen_by_the_device_and_sharding_is_at_least_level_two() -> None:
     engine = EngineConfig(**FSDP2)
-    assert with_precision(engine, "cuda").precision == "bfloat16"
-    assert with_precision(engine, "cpu").precision == "float32"
+    assert engine.resolved("cuda").precision == "bfloat16"
+    assert engine.resolved("cpu").precision == "float32"
     assert (engine.sharding_level, engine.least_sharding_level) == (3, 2)
     assert FrozenConfig(library="fsdp2", zero_stage=3, num_workhorses=2).plugs() == (
         "xray_runtime.engines.trainers.fsdp2",

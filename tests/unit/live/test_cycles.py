@@ -222,6 +222,6 @@ def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     assert begun(output) == first
     assert path.read_text() == content
     log = output / "log.jsonl"
-    log.write_bytes(log.read_bytes().replace(b'"payload": "', b'"payload": "A', 1))
+    log.write_bytes(log.read_bytes().replace(b'"payload":"', b'"payload":"A', 1))
     with pytest.raises(ConfigError, match=r"^--output: log\.jsonl"):
         begin_cycle(output, config(), False)

@@ -240,7 +240,9 @@ def test_a_cut_policy_keeps_to_the_object_store() -> None:
     assert {engine.offload for engine in engines(chosen)} == {"cpu"}
     cut = {"num_workhorses": 2, "pipeline_parallel": 2}
     with pytest.raises(ConfigError, match=r"engine: .* with runtime\.weight_transfer = 'nccl': only 'plasma'"):
-        validate({"ppo": {"stages": [{"engine": cut}]}, "runtime": {"device": "cuda", "weight_transfer": "nccl"}})
+        recorded_graph(
+            validate({"ppo": {"stages": [{"engine": cut}]}, "runtime": {"device": "cuda", "weight_transfer": "nccl"}})
+        )
 
 
 def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:

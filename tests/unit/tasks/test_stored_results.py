@@ -221,7 +221,7 @@ def test_a_changed_result_is_not_used(shared: Path | None, tmp_path: Path, caplo
 def signed(path: Path) -> None:
     """As if X-ray had written it."""
     output = path.parent.parent
-    log_files(output, signing_key(output), [path], "results")
+    log_files(output, [path], "results")
 
 
 def test_an_unwritable_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

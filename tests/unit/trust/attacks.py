@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tests.unit.live.serving.recording import KEYS, exchange, keep, with_recorder
 from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history.audit_check import Finding, read_log
 from xray_runtime.kernel.history.recorded import CHAIN, SegmentWriter
 from xray_runtime.kernel.history.recorded_rows import RECORDED, Row, read_segment, segment_bytes, segment_name
@@ -25,7 +26,7 @@ from xray_runtime.methods.curate.curation import Curated, curate
 from xray_runtime.methods.curate.signals import Label, Signal
 from xray_runtime.trust.audit.checks.recorded import check_recorded
 from xray_runtime.trust.keys import trusted_keys
-from xray_runtime.trust.signing import Verifier, signing_key
+from xray_runtime.trust.signing import signing_key
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a cycle."""
@@ -43,75 +44,56 @@ class Outcome(NamedTuple):
 # Attacks on files. Each takes the output directory under attack, and another one, which has a key of its own.
 
 
-def edited_row(output: Path, other: Path) -> None:
-    _written(output, 1, [row | {"user": "0" * 32} for row in read_segment(_segment(output, 1))])
+def _line_of_another_store(output: Path, other: Path) -> None:
+    _written(output, 3, read_segment(_segment(other, 1)))
+    with (output / RECORDED / CHAIN).open("ab") as chain:
+        chain.write(_lines(other / RECORDED / CHAIN)[0])
 
 
-def truncated(output: Path, other: Path) -> None:
-    content = _segment(output, 2).read_bytes()
-    _segment(output, 2).write_bytes(content[:-40])
+def _signed_with_another_key(output: Path, other: Path) -> None:
+    rows = [Row(**row) for row in read_segment(_segment(output, 1))]
+    SegmentWriter(output, signing_key(other), 365).write(rows, {}, {})
 
 
-def removed(output: Path, other: Path) -> None:
-    _segment(output, 1).unlink()
-
-
-def reordered(output: Path, other: Path) -> None:
+def _reordered(output: Path, other: Path) -> None:
     first, second = (read_segment(_segment(output, number)) for number in (1, 2))
     _written(output, 1, second)
     _written(output, 2, first)
 
 
-def replayed_segment(output: Path, other: Path) -> None:
-    _written(output, 2, read_segment(_segment(output, 1)))
-
-
-def segment_of_another_store(output: Path, other: Path) -> None:
-    shutil.copy(_segment(other, 1), _segment(output, 1))
-
-
-def line_of_another_store(output: Path, other: Path) -> None:
-    _written(output, 3, read_segment(_segment(other, 1)))
-    line = (other / RECORDED / CHAIN).read_bytes().splitlines(keepends=True)[0]
-    with (output / RECORDED / CHAIN).open("ab") as chain:
-        chain.write(line)
-
-
-def signed_with_another_key(output: Path, other: Path) -> None:
-    rows = [Row(**row) for row in read_segment(_segment(output, 1))]
-    SegmentWriter(output, signing_key(other), 365).write(rows, {}, {})
-
-
-def chain_cut_short(output: Path, other: Path) -> None:
+def _chain_cut_short(output: Path, other: Path) -> None:
     path = output / RECORDED / CHAIN
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    path.write_bytes(b"".join(_lines(path)[:-1]))
     _segment(output, 2).unlink()
 
 
-def chain_removed(output: Path, other: Path) -> None:
-    (output / RECORDED / CHAIN).unlink()
+def _replaced(output: Path, other: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(output / name)
+        shutil.copytree(other / name, output / name)
 
 
-def store_removed(output: Path, other: Path) -> None:
-    shutil.rmtree(output / RECORDED)
+ON_DISK: dict[str, Callable[[Path, Path], object]] = {
+    "edited row": lambda output, _: _written(
+        output, 1, [row | {"user": "0" * 32} for row in read_segment(_segment(output, 1))]
+    ),
+    "truncated": lambda output, _: _segment(output, 2).write_bytes(_segment(output, 2).read_bytes()[:-40]),
+    "removed": lambda output, _: _segment(output, 1).unlink(),
+    "reordered": _reordered,
+    "replayed segment": lambda output, _: _written(output, 2, read_segment(_segment(output, 1))),
+    "segment of another store": lambda output, other: shutil.copy(_segment(other, 1), _segment(output, 1)),
+    "line of another store": _line_of_another_store,
+    "signed with another key": _signed_with_another_key,
+    "chain cut short": _chain_cut_short,
+    "chain removed": lambda output, _: (output / RECORDED / CHAIN).unlink(),
+    "store removed": lambda output, _: shutil.rmtree(output / RECORDED),
+    "store of another": lambda output, other: _replaced(output, other, RECORDED),
+    "store and keys of another": lambda output, other: _replaced(output, other, RECORDED, "keys"),
+}
 
 
-def store_of_another(output: Path, other: Path) -> None:
-    shutil.rmtree(output / RECORDED)
-    shutil.copytree(other / RECORDED, output / RECORDED)
-
-
-def store_and_keys_of_another(output: Path, other: Path) -> None:
-    store_of_another(output, other)
-    shutil.rmtree(output / "keys")
-    shutil.copytree(other / "keys", output / "keys")
-
-
-ON_DISK: list[Callable[[Path, Path], None]] = [
-    edited_row, truncated, removed, reordered, replayed_segment, segment_of_another_store, line_of_another_store,
-    signed_with_another_key, chain_cut_short, chain_removed, store_removed, store_of_another,
-    store_and_keys_of_another,
-]  # fmt: skip
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
 
 
 def _segment(output: Path, number: int) -> Path:
@@ -130,12 +112,12 @@ def two_segments(output: Path) -> Path:
     return output
 
 
-def on_disk(attack: Callable[[Path, Path], None], output: Path, other: Path) -> Outcome:
-    """The attack on a store of `two_segments`."""
+def on_disk(name: str, output: Path, other: Path) -> Outcome:
+    """An attack on a store of `two_segments`."""
     # That the models of these stores are unknown is a finding too.
     before = _findings(output)
-    attack(output, other)
-    name, found = attack.__name__.replace("_", " "), sorted(_findings(output) - before)
+    ON_DISK[name](output, other)
+    found = sorted(_findings(output) - before)
     return Outcome(name, f"refused: {found[0].subject}: {found[0].detail}" if found else ACCEPTED)
 
 
@@ -149,48 +131,22 @@ def _findings(output: Path) -> set[Finding]:
 # Attacks on what is read before anything of it is published: verdicts on two models, and the records of cycles.
 
 
-def forged_verdict(output: Path) -> None:
-    with _verdicts(output).open("ab") as file:
-        file.write(_verdict(1, "b").model_dump_json().encode() + b"\n")
-
-
-def edited_verdict(output: Path) -> None:
-    _edit(_verdicts(output), '"verdict":"a"', '"verdict":"b"')
-
-
-def removed_verdict(output: Path) -> None:
-    path = _verdicts(output)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-
-
-def verdict_repeated(output: Path) -> None:
-    path = _verdicts(output)
-    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
-
-
-def swapped_replies(output: Path) -> None:
-    _edit(_verdicts(output).with_name("replies.jsonl"), '"a":"one","b":"two"', '"a":"two","b":"one"')
-
-
-def swapped_models(output: Path) -> None:
+def _swapped_models(output: Path) -> None:
     a, b = "a" * 64, "b" * 64
     path = _verdicts(output).with_name("session.json")
     path.write_text(path.read_text().replace(a, "c" * 64).replace(b, a).replace("c" * 64, b))
 
 
-def invented_comparison(output: Path) -> None:
-    made = output / "feedback" / "0123456789ab"
-    shutil.copytree(_verdicts(output).parent, made)
+def _comparison_of_another_store(output: Path) -> None:
+    _replaced(output, before_a_cycle(output.with_name("another")), "feedback")
 
 
-def comparison_of_another_store(output: Path) -> None:
-    other = output.with_name("another")
-    before_a_cycle(other)
-    shutil.rmtree(output / "feedback")
-    shutil.copytree(other / "feedback", output / "feedback")
+def _rewritten(output: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    path = _verdicts(output)
+    path.write_bytes(b"".join(change(_lines(path))))
 
 
-def older_verdicts(output: Path) -> None:
+def _older_verdicts(output: Path) -> None:
     """The whole comparison as it was once, with the signature of that time."""
     [directory] = (path.parent for path in output.glob("feedback/*/session.json"))
     older = output / "older"
@@ -202,7 +158,7 @@ def older_verdicts(output: Path) -> None:
     older.rename(directory)
 
 
-def verdicts_unsigned(output: Path) -> None:
+def _verdicts_unsigned(output: Path) -> None:
     """No verdict, and no signature: as if nobody had judged."""
     [directory] = (path.parent for path in output.glob("feedback/*/session.json"))
     Session.read(directory).log()
@@ -211,20 +167,32 @@ def verdicts_unsigned(output: Path) -> None:
             path.unlink()
 
 
-def edited_cycle(output: Path) -> None:
-    _edit(place_of(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"')
-
-
-def invented_cycle(output: Path) -> None:
+def _invented_cycle(output: Path) -> None:
     path = place_of(output, _cycle(2)) / "cycle.json"
     path.parent.mkdir(parents=True)
     path.write_text(_cycle(2).model_dump_json(indent=2) + "\n")
 
 
-BEFORE_A_CYCLE: list[Callable[[Path], None]] = [
-    forged_verdict, edited_verdict, removed_verdict, verdict_repeated, swapped_replies, swapped_models,
-    invented_comparison, comparison_of_another_store, older_verdicts, verdicts_unsigned, edited_cycle, invented_cycle,
-]  # fmt: skip
+BEFORE_A_CYCLE: dict[str, Callable[[Path], object]] = {
+    "forged verdict": lambda output: _rewritten(
+        output, lambda lines: [*lines, _verdict(1, "b").model_dump_json().encode() + b"\n"]
+    ),
+    "edited verdict": lambda output: _edit(_verdicts(output), '"verdict":"a"', '"verdict":"b"'),
+    "removed verdict": lambda output: _rewritten(output, lambda lines: lines[:-1]),
+    "verdict repeated": lambda output: _rewritten(output, lambda lines: [*lines, lines[0]]),
+    "swapped replies": lambda output: _edit(
+        _verdicts(output).with_name("replies.jsonl"), '"a":"one","b":"two"', '"a":"two","b":"one"'
+    ),
+    "swapped models": _swapped_models,
+    "invented comparison": lambda output: shutil.copytree(
+        _verdicts(output).parent, output / "feedback" / "0123456789ab"
+    ),
+    "comparison of another store": _comparison_of_another_store,
+    "older verdicts": _older_verdicts,
+    "verdicts unsigned": _verdicts_unsigned,
+    "edited cycle": lambda output: _edit(place_of(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"'),
+    "invented cycle": _invented_cycle,
+}
 
 
 def before_a_cycle(output: Path) -> Path:
@@ -249,15 +217,15 @@ def before_a_cycle(output: Path) -> Path:
     return output
 
 
-def read_by_a_cycle(attack: Callable[[Path], None], output: Path) -> Outcome:
-    """The attack on a directory of `before_a_cycle`."""
-    attack(output)
+def read_by_a_cycle(name: str, output: Path) -> Outcome:
+    """An attack on a directory of `before_a_cycle`."""
+    BEFORE_A_CYCLE[name](output)
     try:
         read_sessions(output)
         read_cycles(output)
     except ConfigError as error:
-        return Outcome(attack.__name__.replace("_", " "), f"refused: {error}")
-    return Outcome(attack.__name__.replace("_", " "), ACCEPTED)
+        return Outcome(name, f"refused: {error}")
+    return Outcome(name, ACCEPTED)
 
 
 def _verdicts(output: Path) -> Path:

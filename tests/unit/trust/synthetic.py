@@ -164,7 +164,7 @@ class Lifecycle:
                 params=digest(params_of(CONFIG)),
                 tags=tags,
             )
-            append(self.output, self.key, began)
+            append(self.output, began)
 
     def facts(self) -> dict[str, Any]:
         return {"project": "synthetic", "seed": 0, "config_digest": digest(CONFIG)}
@@ -227,7 +227,7 @@ class Lifecycle:
         result.parent.mkdir(exist_ok=True)
         result.write_text(json.dumps({"name": stage, "seconds": 1.5, "attempts": 1}))
         left = digests(self.output, [records, result, self.output / ARTIFACTS / str(run_id)])
-        log_checkpoints(self.output, self.key, {ref.path.name: ref.sha256}, left, here=True, renew=True)
+        log_checkpoints(self.output, {ref.path.name: ref.sha256}, left, here=True, renew=True)
         self.done[stage] = ref
         return ref
 
@@ -369,7 +369,7 @@ class Lifecycle:
         run_id = self.run_id or "untracked"
         paths = [self.output / name for name in ("lineage", "report.html", "config.yaml", "lifecycle.json")]
         left = digests(self.output, [*paths, self.output / ARTIFACTS / run_id])
-        append(self.output, self.key, RunEnded(run_id=run_id, status="completed"), left)
+        append(self.output, RunEnded(run_id=run_id, status="completed"), left)
         if self.tracker is not None:
             self.tracker.tag(run_id, {LOG_TAG: view(self.output).mark})
             self.tracker.finish(run_id, "FINISHED")

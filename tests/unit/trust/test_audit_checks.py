@@ -16,8 +16,7 @@ from xray_runtime.kernel.history.audit_check import CHECKS, meanings
 from xray_runtime.kernel.history.evidence import EVIDENCE, evidence
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust.audit.checkpoints import audit
-from xray_runtime.trust.signed_lines import signed_line
-from xray_runtime.trust.signing import signing_key
+from xray_runtime.trust.log import sign_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -97,7 +96,7 @@ KINDS = (Greeted,)
     installed("xray.log_entries", "greeting", source)
     strangers_greeting = importlib.import_module("strangers_greeting")
 
-    text = signed_line(LogRecord, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
+    text = sign_line(tmp_path, LogRecord, strangers_greeting.Greeted(name="Ada"), {})
     view = LogView()
     view.add(parse_line(1, text, LogRecord))
     assert view.state(strangers_greeting.Names) == ["Ada"]
@@ -109,7 +108,7 @@ def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
     class Unknown(SignedEntry):
         action: str = "unknown"
 
-    text = signed_line(LogRecord, Unknown(), {}, signing_key(tmp_path))
+    text = sign_line(tmp_path, LogRecord, Unknown(), {})
     with pytest.raises(ValueError, match="line 1 is no entry"):
         parse_line(1, text, LogRecord)
 

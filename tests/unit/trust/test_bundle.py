@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import SSlibKey
 
 from tests.unit.trust.synthetic import Lifecycle
-from tests.unit.trust.tampering import COUNT, flip
+from tests.unit.trust.tampering import flip
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.manifest import ATTESTATION
@@ -84,7 +83,7 @@ def test_in_totos_own_tools_verify_the_provenance(unpacked: Path) -> None:
         key = SSlibKey(keyid, "ecdsa", "ecdsa-sha2-nistp256", {"public": pem})
         envelope = Envelope.from_dict(content)
         envelope.verify([key], 1)
-        assert envelope.payload in statements
+        assert f"{line}\n".encode() in statements
         found = json.loads(envelope.payload)
         statement = json_format.ParseDict(found, statement_pb2.Statement())
         InTotoStatement.copy_from_pb(statement).validate()
@@ -94,7 +93,7 @@ def test_in_totos_own_tools_verify_the_provenance(unpacked: Path) -> None:
         predicate = found["predicate"] | {"runDetails": details}
         provenance = json_format.ParseDict(predicate, provenance_pb2.Provenance())
         assert provenance.run_details.builder.id == "urn:xray"
-        envelope.payload = envelope.payload.replace(b'"seed": 0', b'"seed": 1')
+        envelope.payload = envelope.payload.replace(b'"seed":0', b'"seed":1')
         with pytest.raises(VerificationError):
             envelope.verify([key], 1)
 
@@ -118,30 +117,28 @@ def test_to_see_what_is_in_it_manifests_are_enough(unpacked: Path, tmp_path: Pat
         assert {path.name for path in store.output.rglob("*") if path.is_file()} == {"manifest.json"}
 
 
-ADDED = ("index.html", "provenance.intoto.jsonl", "records", "log.jsonl")
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a bit": flip,
+    "gone": Path.unlink,
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "another content": lambda path: path.write_bytes(b"{}"),
+}
+ADDED = ("index.html", "provenance.intoto.jsonl", "records/*/metrics.jsonl", "log.jsonl")
 """What goes along with the checkpoints."""
 
 
-@pytest.mark.parametrize("seed", range(max(20, COUNT // 5)))
-def test_no_file_of_a_bundle_can_be_changed_or_left_out(unpacked: Path, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("pattern", [*ADDED, "checkpoints/ppo-2-*/model.safetensors", "checkpoints/sft-*/model.sig"])
+def test_no_file_of_a_bundle_can_be_changed_or_left_out(
+    pattern: str, change: str, unpacked: Path, tmp_path: Path
+) -> None:
     files = Path(shutil.copytree(unpacked, tmp_path / "files"))
-    rng, place = random.Random(seed), files / (*ADDED, "checkpoints")[seed % 5]
-    path = place if place.is_file() else rng.choice(sorted(p for p in place.rglob("*") if p.is_file()))
-    how = seed // 5 % 4
-    if how == 0:
-        flip(rng, path)
-    elif how == 1:
-        path.unlink()
-    elif how == 2:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    else:
-        others = sorted(p for p in files.rglob("*") if p.is_file() and p.read_bytes() != path.read_bytes())
-        path.write_bytes(rng.choice(others).read_bytes())
+    CHANGES[change](next(files.glob(pattern)))
     broken = audit_bundle(packed(files, tmp_path / "policy.tar")).broken
-    assert broken, f"{path.relative_to(files)} passed"
-    if place.name in ADDED:
+    assert broken
+    if pattern in ADDED:
         # A log that is not whole says nothing of the checkpoints either.
-        of_log = ("checkpoint-unlogged",) if place.name == "log.jsonl" else ()
+        of_log = ("checkpoint-unlogged",) if pattern == "log.jsonl" else ()
         assert all(text.startswith(("run-changed", "file-unsigned", "file-added", "log-", *of_log)) for text in broken)
 
 

@@ -84,7 +84,6 @@ def _replace_by_link(path: Path, target: Path) -> None:
         ("train.arrow", "file-link"),
         (ATTESTATION, "statement-missing"),
         (f"{ATTESTATION}/statement.json", "file-added"),
-        (SIGNATURE, "signature-malformed"),
     ],
 )
 def test_links_are_not_followed(what: str, code: str, fresh: Callable[[], Path], outside: Path) -> None:

@@ -33,7 +33,7 @@ def output(tmp_path: Path) -> Path:
 
 
 def found(output: Path) -> list[str]:
-    findings = list(check_kept(output, [key.path for key in trusted_keys(output)], hashing=True))
+    findings = list(check_kept(output, [key.pem for key in trusted_keys(output)], hashing=True))
     assert all(finding.code == "kept-unsealed" and finding.is_broken for finding in findings)
     return [finding.subject for finding in findings]
 

@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.log import LOG, digests, read_lines
 from xray_runtime.kernel.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.graph import CheckpointGraph
 from xray_runtime.kernel.history.reference import LineageStore
-from xray_runtime.trust import signed_lines
+from xray_runtime.trust import log
 from xray_runtime.trust.audit.checks.files import check_files
 from xray_runtime.trust.keys import rotate, trusted_keys
 from xray_runtime.trust.log import append, decide, log_checkpoints, log_files
-from xray_runtime.trust.signing import Verifier, signing_key
+from xray_runtime.trust.signing import signing_key
 
 
 def register(output: Path, number: int, name: str = "policy") -> None:
-    decide(output, signing_key(output), action="register", name=name, alias="candidate", version=str(number),
+    decide(output, action="register", name=name, alias="candidate", version=str(number),
            checkpoint=f"{number:064x}")  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
         **{"by": "Ada", "note": "as agreed", "gates": [{"name": "max_kl", "passed": True, "reason": "KL 1.0"}]},
         **{"gates_from": "the defaults", "evidence": {"evaluation": f"{4:064x}"}},
     }
-    decide(tmp_path, signing_key(tmp_path), **given)
+    decide(tmp_path, **given)
     register(tmp_path, 4, "other")
     [first, second] = chain(tmp_path)
     assert {name: first[name] for name in given} == given
@@ -72,8 +73,8 @@ def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
 
 
 KILLED_AT = {
-    "before it is signed": (signed_lines, "envelope", True),
-    "after it is signed": (signed_lines, "envelope", False),
+    "before it is signed": (log, "sign", True),
+    "after it is signed": (log, "sign", False),
     "before it is on disk": (os, "fsync", True),
     "after it is on disk": (os, "fsync", False),
 }
@@ -119,9 +120,8 @@ def test_half_a_line_is_found_and_makes_way_for_the_next_entry(size: int, tmp_pa
 
 def test_the_last_line_is_found_whatever_its_length(tmp_path: Path) -> None:
     """The end is read in blocks of 64 KiB."""
-    key = signing_key(tmp_path)
     for size in (1, 60_000, 200_000, 5, 65_500):
-        append(tmp_path, key, Left(note="x" * size))
+        append(tmp_path, Left(note="x" * size))
     assert broken(tmp_path) == []
     assert [len(entry["note"]) for entry in chain(tmp_path)] == [1, 60_000, 200_000, 5, 65_500]
 
@@ -144,7 +144,7 @@ def test_a_retired_key_signs_nothing_after_the_one_that_took_over(tmp_path: Path
     old.chmod(0o600)
     rotate(tmp_path, by="a person", note="")
     assert broken(tmp_path) == []
-    append(tmp_path, old, Left(note="late"))
+    append(tmp_path, Left(note="late"), private=old)
     [reason] = broken(tmp_path)
     assert "retired" in reason
 
@@ -163,31 +163,31 @@ def test_a_broken_entry_ends_what_the_log_vouches_for(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_logged_once_and_again_after_it_was_pruned(tmp_path: Path) -> None:
-    key, one, two = signing_key(tmp_path), f"{1:064x}", f"{2:064x}"
+    one, two = f"{1:064x}", f"{2:064x}"
     for _ in range(2):
-        log_checkpoints(tmp_path, key, {"a-1": one, "b-1": two}, here=True)
+        log_checkpoints(tmp_path, {"a-1": one, "b-1": two}, here=True)
     assert len(chain(tmp_path)) == 2
-    decide(tmp_path, key, action="prune", checkpoint=one)
+    decide(tmp_path, action="prune", checkpoint=one)
     assert set(viewed(tmp_path).published) == {"b-1"}
     assert viewed(tmp_path).pruned == {one}
-    log_checkpoints(tmp_path, key, {"a-1": one}, here=False)
+    log_checkpoints(tmp_path, {"a-1": one}, here=False)
     assert set(viewed(tmp_path).published) == {"a-1", "b-1"}
     assert viewed(tmp_path).pruned == set()
     # Computed again, and not to the same bytes.
-    log_checkpoints(tmp_path, key, {"a-1": two}, here=True)
+    log_checkpoints(tmp_path, {"a-1": two}, here=True)
     assert viewed(tmp_path).published["a-1"].checkpoint == two
 
 
 def test_changed_files_are_not_signed_again(tmp_path: Path) -> None:
-    key, path = signing_key(tmp_path), tmp_path / "records" / "a-1" / "metrics.jsonl"
+    path = tmp_path / "records" / "a-1" / "metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("what was measured")
     before = digests(tmp_path, [path.parent])
-    log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, before, here=True, renew=True)
+    log_checkpoints(tmp_path, {"a-1": f"{1:064x}"}, before, here=True, renew=True)
     path.write_text("what somebody likes better")
-    log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True)
+    log_checkpoints(tmp_path, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True)
     assert viewed(tmp_path).files["records/a-1/metrics.jsonl"] == before["records/a-1/metrics.jsonl"]
-    log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True, renew=True)
+    log_checkpoints(tmp_path, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True, renew=True)
     assert viewed(tmp_path).files["records/a-1/metrics.jsonl"] != before["records/a-1/metrics.jsonl"]
 
 
@@ -196,7 +196,7 @@ def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> N
     page.parent.mkdir()
     for text in ("one", "one", "two"):
         page.write_text(text)
-        log_files(tmp_path, signing_key(tmp_path), [page], "lineage")
+        log_files(tmp_path, [page], "lineage")
     assert len(chain(tmp_path)) == 2
 
 
@@ -214,7 +214,7 @@ def began(output: Path, run_id: str, place: str = "", **facts: Any) -> None:
         params=START,
         tags={},
     )
-    append(output, signing_key(output), entry)
+    append(output, entry)
     said(output, run_id, "running", place)
 
 
@@ -228,7 +228,7 @@ def ended(output: Path, run_id: str, place: str = "") -> None:
     said(output, run_id, "completed", place)
     (output / place / "report.html").write_text(f"report of {run_id}")
     files = digests(output, [output / place / name for name in ("lifecycle.json", "report.html")])
-    append(output, signing_key(output), RunEnded(run_id=run_id, status="completed"), files)
+    append(output, RunEnded(run_id=run_id, status="completed"), files)
 
 
 def found(output: Path) -> list[tuple[str, str]]:
@@ -300,7 +300,7 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, name: str) -> None:
     output.mkdir()
     outside.write_text("secret")
     name = name.format(outside=outside)
-    append(output, signing_key(output), Left(note=""), {name: hashlib.sha256(b"secret").hexdigest()})
+    append(output, Left(note=""), {name: hashlib.sha256(b"secret").hexdigest()})
     findings = list(check_files(LineageStore(output, CheckpointGraph(), None), viewed(output)))
     assert [(f.subject, f.detail) for f in findings] == [(name, "it names a file elsewhere")]
 
@@ -309,7 +309,7 @@ def test_a_file_reached_through_a_link_is_not_the_one_that_was_left(tmp_path: Pa
     output = tmp_path / "out"
     (output / "records" / "a").mkdir(parents=True)
     (output / "records" / "a" / "x").write_text("x")
-    append(output, signing_key(output), Left(note=""), digests(output, [output / "records"]))
+    append(output, Left(note=""), digests(output, [output / "records"]))
     (output / "records" / "a").rename(tmp_path / "elsewhere")
     (output / "records" / "a").symlink_to(tmp_path / "elsewhere")
     assert ("records/a/x", "run-changed") in found(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +12,15 @@ from tests.unit.kernel.store.published import IDENTITY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, keep_result
 from xray_runtime.kernel.evidence import lines, log
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
 from xray_runtime.kernel.evidence.log import LOG, LogTail, view
 from xray_runtime.kernel.evidence.view import START, Left, LogView
 from xray_runtime.kernel.history.evidence import read_logged
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
-from xray_runtime.trust import signed_lines
-from xray_runtime.trust.keys import trusted_keys
-from xray_runtime.trust.log import append, log_checkpoints
-from xray_runtime.trust.signing import Verifier, signing_key
-from xray_runtime.trust.trusted_log import trusted_view
+from xray_runtime.trust.keys import trusted_keys, trusted_view
+from xray_runtime.trust.log import append, log_checkpoints, sign_line
+from xray_runtime.trust.signing import signing_key
 
 ENTRIES = 3000
 
@@ -31,9 +31,8 @@ def aged(output: Path, entries: int = ENTRIES) -> None:
     private, previous, number = signing_key(output), START, 0
     with (output / LOG).open("wb") as file:
         while number < entries:
-            text = signed_lines.signed_line(
-                LogRecord, Left(note=str(number)), {f"{number}": previous}, private, previous
-            )
+            files = {f"{number}": previous}
+            text = sign_line(output, LogRecord, Left(note=str(number)), files, private=private, previous=previous)
             file.write(text)
             previous, number = parse_line(1, text, LogRecord).sha256, number + 1
 
@@ -54,15 +53,15 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def stage(output: Path, number: int) -> None:
     """The log's part in one computed stage: as `tasks.stage_job` and `tasks.run_summary` read and write it."""
-    store, private = Store(output / CHECKPOINTS), signing_key(output)
+    store = Store(output / CHECKPOINTS)
     identity = IDENTITY.model_copy(update={"stage": f"s{number}"})
     name, key = identity.stage, identity.key
     assert find_result(name, key, output, store) is None
     with store.building(name, key) as built:
         (built / "model.bin").write_bytes(b"weights")
         checkpoint = store.publish(built, identity, type="Model", step=1, dataset=None)
-    log_checkpoints(output, private, {"parent-1": "ab" * 32}, here=False)
-    log_checkpoints(output, private, {checkpoint.path.name: checkpoint.sha256}, here=True)
+    log_checkpoints(output, {"parent-1": "ab" * 32}, here=False)
+    log_checkpoints(output, {checkpoint.path.name: checkpoint.sha256}, here=True)
     records = output / "records" / checkpoint.path.name / "metrics.jsonl"
     records.parent.mkdir(parents=True)
     records.write_text("{}\n")
@@ -93,9 +92,9 @@ def test_a_stage_parses_its_own_lines_however_long_the_log_is(tmp_path: Path, pa
 
 
 def test_a_view_never_changes(tmp_path: Path) -> None:
-    append(tmp_path, signing_key(tmp_path), Left(note="a"), {"a": "0" * 64})
+    append(tmp_path, Left(note="a"), {"a": "0" * 64})
     before = view(tmp_path)
-    append(tmp_path, signing_key(tmp_path), Left(note="b"), {"b": "0" * 64})
+    append(tmp_path, Left(note="b"), {"b": "0" * 64})
     assert (set(before.files), before.head.entries) == ({"a"}, 1)
     assert (set(view(tmp_path).files), view(tmp_path).head.entries) == ({"a", "b"}, 2)
 
@@ -135,10 +134,13 @@ def test_a_log_that_was_changed_is_read_as_by_a_process_that_never_read_it(
     assert [tail.view().head.entries for tail in tails.values()] == [4, 4]
     content = CHANGED[how]((output / LOG).read_bytes().splitlines(keepends=True))
     write(output / LOG, (other / LOG).read_bytes() if "another directory" in how else content)
+    is_sound = how == "shorter"
     for key, tail in tails.items():
         assert tail.view() == LogTail(output / LOG, key).view(), key
+    with contextlib.nullcontext() if is_sound or how == "empty" else pytest.raises(ValueError, match=r"log\.jsonl: "):
+        tails[verifier].sound_view()
     if how == "with half a line":
-        append(output, signing_key(output), Left(note="next"))
+        append(output, Left(note="next"))
         assert [tail.view().head.entries for tail in tails.values()] == [5, 5]
 
 
@@ -148,5 +150,7 @@ def test_a_log_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     assert tail.view().head.entries == 2
     (tmp_path / LOG).rename(tmp_path / "moved")
     assert tail.view() == LogView()
+    with pytest.raises(ValueError, match="it is not there"):
+        tail.sound_view()
     (tmp_path / LOG).symlink_to(tmp_path / "moved")
     assert tail.view() == LogView()

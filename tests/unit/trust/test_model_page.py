@@ -20,7 +20,6 @@ from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.model_page import FORM
 from xray_runtime.trust.promotion import decline, review
-from xray_runtime.trust.signing import signing_key
 
 
 def client_of(output: Path) -> mlflow.MlflowClient:
@@ -75,64 +74,48 @@ def test_a_refusal_stands_on_the_page_without_its_markup(fresh: Callable[[], Pat
     assert broken(output) == []
 
 
-def change_description(client: Any) -> None:
-    client.update_model_version(NAME, "1", description="approved by the board")
+def described(text: str) -> Callable[[Any], object]:
+    return lambda client: client.update_model_version(NAME, "1", description=text)
 
 
-def remove_description(client: Any) -> None:
-    client.update_model_version(NAME, "1", description="")
-
-
-def change_a_number(client: Any) -> None:
+def _another_number(client: Any) -> None:
     text = client.get_model_version(NAME, "1").description
     assert "0.6 (95%" in text
-    client.update_model_version(NAME, "1", description=text.replace("0.6 (95%", "0.9 (95%"))
+    described(text.replace("0.6 (95%", "0.9 (95%"))(client)
 
 
-def add_a_tag(client: Any) -> None:
-    client.set_model_version_tag(NAME, "1", "xray.approved", "yes")
-
-
-def change_a_tag(client: Any) -> None:
-    client.set_model_version_tag(NAME, "1", "xray.evaluation", "ab" * 32)
-
-
-def remove_the_warning(client: Any) -> None:
-    client.delete_model_version_tag(NAME, "1", "xray.promote")
-
-
-def set_a_stage(client: Any) -> None:
-    client.transition_model_version_stage(NAME, "1", "Production")
-
-
-def change_the_model(client: Any) -> None:
-    client.update_registered_model(NAME, description="promote as you like")
-
-
-def change_the_models_tag(client: Any) -> None:
-    client.delete_registered_model_tag(NAME, "xray.promote")
-
-
-TAMPERINGS = {
-    change_description: "synthetic-policy/1 its description",
-    remove_description: "synthetic-policy/1 its description",
-    change_a_number: "synthetic-policy/1 its description",
-    add_a_tag: "synthetic-policy/1 tags: xray.approved",
-    change_a_tag: "synthetic-policy/1 tags: xray.evaluation",
-    remove_the_warning: "synthetic-policy/1 tags: xray.promote",
-    set_a_stage: "synthetic-policy/1 stage Production: X-ray sets none",
-    change_the_model: "synthetic-policy its description",
-    change_the_models_tag: "synthetic-policy tags: xray.promote",
+TAMPERINGS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "description": (described("approved by the board"), "/1 its description"),
+    "no description": (described(""), "/1 its description"),
+    "a number": (_another_number, "/1 its description"),
+    "a tag more": (
+        lambda client: client.set_model_version_tag(NAME, "1", "xray.approved", "yes"),
+        "/1 tags: xray.approved",
+    ),
+    "a tag": (
+        lambda client: client.set_model_version_tag(NAME, "1", "xray.evaluation", "ab" * 32),
+        "/1 tags: xray.evaluation",
+    ),
+    "no warning": (lambda client: client.delete_model_version_tag(NAME, "1", "xray.promote"), "/1 tags: xray.promote"),
+    "a stage": (
+        lambda client: client.transition_model_version_stage(NAME, "1", "Production"),
+        "/1 stage Production: X-ray sets none",
+    ),
+    "the model's": (
+        lambda client: client.update_registered_model(NAME, description="promote as you like"),
+        " its description",
+    ),
+    "the model's tag": (lambda client: client.delete_registered_model_tag(NAME, "xray.promote"), " tags: xray.promote"),
 }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__)
-def test_the_audit_names_a_page_that_was_changed(tamper: Callable[[Any], None], fresh: Callable[[], Path]) -> None:
-    output = fresh()
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_the_audit_names_a_page_that_was_changed(name: str, fresh: Callable[[], Path]) -> None:
+    output, (tamper, detail) = fresh(), TAMPERINGS[name]
     assert broken(output) == []
     tamper(client_of(output))
-    assert broken(output) == [f"registry-page-changed {TAMPERINGS[tamper]}"]
+    assert broken(output) == [f"registry-page-changed synthetic-policy{detail}"]
     # Also where only the policy is audited.
     place, node = resolve("ppo-2", output, None)
     assert [f.code for f in audit(place, [node]).findings if f.is_broken] == ["registry-page-changed"]
@@ -140,8 +123,8 @@ def test_the_audit_names_a_page_that_was_changed(tamper: Callable[[Any], None], 
 
 def test_registering_again_writes_the_page_anew(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    change_description(client_of(output))
-    remove_the_warning(client_of(output))
+    for name in ("description", "no warning"):
+        TAMPERINGS[name][0](client_of(output))
     Lifecycle(output).whole()
     assert broken(output) == []
 
@@ -162,7 +145,7 @@ def test_a_version_of_an_older_release_has_no_page_and_may_not_claim_one(tmp_pat
     run_id = lifecycle.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
     version = lifecycle.tracker.registry.register(NAME, ref, run_id, "candidate")
     signed = {"action": "register", "name": NAME, "alias": "candidate", "version": version}
-    decide(output, signing_key(output), checkpoint=ref.sha256, **signed)  # type: ignore[arg-type]
+    decide(output, checkpoint=ref.sha256, **signed)  # type: ignore[arg-type]
     lifecycle.record()
     assert broken(output) == []
     client_of(output).set_model_version_tag(NAME, "1", "xray.signed_by", "ab" * 32)

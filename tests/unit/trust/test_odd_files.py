@@ -62,7 +62,7 @@ def link_to_zeros(path: Path) -> None:
 KINDS = (sparse, pipe, directory, a_socket, link_to_itself, link_to_zeros)
 PLACES = (
     *("checkpoints/sft-*/model.safetensors", "checkpoints/sft-*/manifest.json", "checkpoints/sft-*/README.md"),
-    *("checkpoints/sft-*/attestation/statement.json", "checkpoints/sft-*/attestation.sig"),
+    *("checkpoints/sft-*/attestation/statement.json", "checkpoints/sft-*/model.sig"),
     *("checkpoints/prepare-*/train.arrow", "checkpoints/evaluate-*/prompts.json"),
     *("records/ppo-2-*/metrics.jsonl", "results/ppo-2-*.json", "report.html", "lifecycle.json", "log.jsonl", "log.end"),
 )

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.trust.synthetic import Lifecycle
+from tests.unit.trust.tampering import restated
+from xray_runtime.kernel.evidence.envelope import new_private_key
 from xray_runtime.kernel.store.checkpoints import Store, load_manifest, verify
-from xray_runtime.kernel.store.manifest import ATTESTATION, SIGNATURE
+from xray_runtime.kernel.store.manifest import ATTESTATION
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.trust.attestation import open_store
 from xray_runtime.trust.keys import rotate
-from xray_runtime.trust.signing import make_key, sign
 
 
 @pytest.fixture
@@ -27,21 +28,16 @@ def made(tmp_path: Path) -> tuple[Path, CheckpointRef, str]:
 
 def _unsigned(output: Path, directory: Path) -> None:
     shutil.rmtree(directory / ATTESTATION)
-    (directory / SIGNATURE).unlink()
 
 
 def _signed_by_a_stranger(output: Path, directory: Path) -> None:
-    make_key(output.parent / "stranger.pem")
-    sign(directory / ATTESTATION, directory / SIGNATURE, output.parent / "stranger.pem")
+    restated(directory, lambda _: None, new_private_key())
 
 
 def _with_the_record_of_another(output: Path, directory: Path) -> None:
     other = Lifecycle(output, tracking=False).add("other", "base", {"model.safetensors": b"other"}, {})
-    for name in (ATTESTATION, SIGNATURE):
-        place = directory / name
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-        source = other.path / name
-        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+    shutil.rmtree(directory / ATTESTATION)
+    shutil.copytree(other.path / ATTESTATION, directory / ATTESTATION)
 
 
 @pytest.mark.parametrize("plant", [_unsigned, _signed_by_a_stranger, _with_the_record_of_another])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 
 from tests.unit.trust.promoting import aliases, broken, promoted, second_candidate
 from tests.unit.trust.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
+from tests.unit.trust.tampering import place, restated
 from xray.flows.promote import review_markdown
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.reference import LineageStore, champion_of, open_lineage_store, resolve
@@ -203,10 +203,9 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
 
 def test_unsigned_gates_do_not_count(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    path = next(output.glob("checkpoints/evaluate-*/attestation/statement.json"))
-    content = json.loads(path.read_text())
-    content["predicate"]["runDetails"]["xray_run"]["gates"] = {"min_win_rate": 0.0}
-    path.write_text(json.dumps(content))
+    gates = {"gates": {"min_win_rate": 0.0}}
+    change = lambda content: content["predicate"]["runDetails"]["xray_run"].update(gates)  # noqa: E731
+    restated(place(output, "evaluate-*"), change, None)
     store, node = resolve("ppo-2", output, None)
     with pytest.raises(NotPromoted, match="does not vouch for its gates"):
         gates_for(store, node, None, None)

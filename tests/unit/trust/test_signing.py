@@ -3,51 +3,80 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from pydantic import Field
 
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.evidence.lines import SignatureProblem
-from xray_runtime.trust.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
-from xray_runtime.trust.signing import (
-    KEY_VARIABLE,
+from xray_runtime.kernel.evidence.envelope import (
+    EvidenceModel,
+    InTotoRecord,
+    SignatureProblem,
     TrustedKey,
     Verifier,
-    envelope,
+    load_public,
+    new_private_key,
+    public_half,
+    read_envelope,
+    read_record,
+    sign,
+)
+from xray_runtime.trust.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
+from xray_runtime.trust.log import EndRecord
+from xray_runtime.trust.signing import (
+    KEY_VARIABLE,
     exposed_keys,
-    fingerprint,
     has_signing_key,
     make_key,
     public_bytes,
     public_key,
-    sign,
+    read_public,
     signing_key,
 )
+
+
+def fingerprint(path: Path) -> str:
+    return read_public(path).sha256
+
 
 UNTIL = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
-@pytest.fixture
-def signed(tmp_path: Path) -> Path:
-    """A signed file; its signature is beside it, the key in `keys/`."""
-    path = tmp_path / "record.json"
-    path.write_text('{"a": 1}')
-    sign(path, path.with_suffix(".sig"), signing_key(tmp_path))
-    return path
+class Note(EvidenceModel):
+    text: str
 
 
-def problem(record: Path, key: TrustedKey, made: str | None = None) -> str | None:
-    """Code of what is wrong with its signature; None where it holds."""
+class NoteRecord(InTotoRecord[Note]):
+    predicate_type: Literal["urn:test:note:v1"] = Field("urn:test:note:v1", alias="predicateType")
+
+
+def note(*private: bytes, text: str = "a") -> bytes:
+    """A signed note."""
+    return sign(NoteRecord.of(Note(text=text), {"x": "0" * 64}), *private)
+
+
+KEY = new_private_key()
+OTHER = new_private_key()
+
+
+def trusted(private: bytes, until: datetime | None = None) -> TrustedKey:
+    return TrustedKey(load_public(public_half(private)), until)
+
+
+def problem(line: bytes, key: TrustedKey, made: str | None = None) -> str | None:
+    """Code of what is wrong with an envelope's signature; None where it holds."""
     try:
-        assert Verifier([key]).check(record, record.with_suffix(".sig"), made) == key.sha256
+        assert Verifier([key]).check(read_envelope(line), made) == key.sha256
     except SignatureProblem as found:
         return found.code
     return None
@@ -69,56 +98,60 @@ def problem(record: Path, key: TrustedKey, made: str | None = None) -> str | Non
         (None, "retired"),
     ],
 )
-def test_a_retired_key_vouches_for_what_was_made_before(signed: Path, made: str | None, expected: str | None) -> None:
-    public = public_key(signed.parent)
-    assert problem(signed, TrustedKey(public, UNTIL), made) == expected
-    assert problem(signed, TrustedKey(public), made) is None
+def test_a_retired_key_vouches_for_what_was_made_before(made: str | None, expected: str | None) -> None:
+    assert problem(note(KEY), trusted(KEY, UNTIL), made) == expected
+    assert problem(note(KEY), trusted(KEY), made) is None
 
 
-def _without_hint(signature: Path) -> None:
-    content = json.loads(signature.read_text())
-    content["verificationMaterial"]["publicKey"]["hint"] = None
-    signature.write_text(json.dumps(content))
+def edited(**values: object) -> bytes:
+    return json.dumps(json.loads(note(KEY)) | values).encode()
 
 
-def _link(signature: Path) -> None:
-    signature.rename(signature.with_name("elsewhere"))
-    signature.symlink_to(signature.with_name("elsewhere"))
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (edited(signatures=[]), "missing"),
+        (b"{", "malformed"),
+        (b"[]", "malformed"),
+        (b"{}", "malformed"),
+        (b"[" * 100_000, "malformed"),
+        (edited(signatures=[{"sig": "AA=="}]), "malformed"),
+        (edited(signatures=7), "malformed"),
+        (edited(payload=7), "malformed"),
+        (edited(payloadType="text/plain"), "malformed"),
+        (note(KEY, OTHER), "malformed"),
+        (note(OTHER), "foreign"),
+        # A signature of the other key that says it is of the trusted one.
+        (note(OTHER).replace(trusted(OTHER).sha256.encode(), trusted(KEY).sha256.encode()), "invalid"),
+        (edited(payload=json.loads(note(KEY, text="b"))["payload"]), "invalid"),
+        (b'{"_type": "https://in-toto.io/Statement/v1"}', "malformed"),
+    ],
+)
+def test_signature_faults_are_named(line: bytes, code: str) -> None:
+    assert problem(line, trusted(KEY)) == code
 
 
-SIGNATURES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (lambda path: path.unlink(), "missing"),
-    "a link": (_link, "malformed"),
-    "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "malformed"),
-    "no JSON": (lambda path: path.write_text("{"), "malformed"),
-    "a list": (lambda path: path.write_text("[]"), "malformed"),
-    "nothing in it": (lambda path: path.write_text("{}"), "malformed"),
-    "nobody's": (_without_hint, "foreign"),
-}
+def test_an_older_format_is_named() -> None:
+    with pytest.raises(SignatureProblem, match="in the format of an older version of X-ray"):
+        read_envelope(b'{"_type": "https://in-toto.io/Statement/v1", "subject": []}')
 
 
-@pytest.mark.parametrize("what", SIGNATURES)
-def test_signature_faults_are_named(signed: Path, what: str) -> None:
-    change, code = SIGNATURES[what]
-    change(signed.with_suffix(".sig"))
-    assert problem(signed, TrustedKey(public_key(signed.parent))) == code
+def test_a_statement_that_in_toto_refuses_is_not_signed() -> None:
+    with pytest.raises(ValueError, match="At least one subject required"):
+        sign(NoteRecord.of(Note(text="a"), {}), KEY)
 
 
-def test_neither_other_bytes_nor_another_key_verify(signed: Path, tmp_path: Path) -> None:
-    make_key(tmp_path / "other.pem")
-    (tmp_path / "other.pub").write_bytes(public_bytes(tmp_path / "other.pem"))
-    assert problem(signed, TrustedKey(tmp_path / "other.pub")) == "foreign"
-    # A signature of the other key that says it is of the trusted one.
-    signature = signed.with_suffix(".sig")
-    own = signature.read_text()
-    signature.unlink()
-    sign(signed, signature, tmp_path / "other.pem")
-    names = [fingerprint(tmp_path / "other.pub"), fingerprint(public_key(tmp_path))]
-    signature.write_text(signature.read_text().replace(*names))
-    assert problem(signed, TrustedKey(public_key(tmp_path))) == "invalid"
-    signature.write_text(own)
-    signed.write_text('{"a": 2}')
-    assert problem(signed, TrustedKey(public_key(tmp_path))) == "invalid"
+def test_a_statement_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a statement"):
+        read_record(read_envelope(note(KEY)), EndRecord)
+
+
+@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name)
+def test_every_curve_signs(curve: ec.EllipticCurve) -> None:
+    private = ec.generate_private_key(curve).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    assert problem(note(private), trusted(private)) is None
 
 
 def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: Path) -> None:
@@ -218,18 +251,24 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
         public_bytes(tmp_path / "none.pem")
 
 
-def test_an_envelope_is_signed_as_dsse_has_it(tmp_path: Path) -> None:
-    content = json.loads(envelope(b"hello", "text/plain", signing_key(tmp_path)))
-    assert (base64.b64decode(content["payload"]), content["payloadType"]) == (b"hello", "text/plain")
-    [found] = content["signatures"]
-    assert found["keyid"] == fingerprint(public_key(tmp_path))
-    public = serialization.load_pem_public_key(public_key(tmp_path).read_bytes())
+def test_an_envelope_is_signed_as_dsse_has_it() -> None:
+    content = json.loads(note(KEY))
+    payload, [found] = base64.b64decode(content["payload"]), content["signatures"]
+    assert content["payloadType"] == "application/vnd.in-toto+json"
+    assert json.loads(payload) == {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": "x", "digest": {"sha256": "0" * 64}}],
+        "predicateType": "urn:test:note:v1",
+        "predicate": {"text": "a"},
+    }
+    assert found["keyid"] == hashlib.sha256(public_half(KEY)).hexdigest()
+    public = serialization.load_pem_public_key(public_half(KEY))
     assert isinstance(public, ec.EllipticCurvePublicKey)
     # The pre-authentication encoding: lengths in bytes, before the type and before the payload.
     signature, algorithm = base64.b64decode(found["sig"]), ec.ECDSA(hashes.SHA256())
-    public.verify(signature, b"DSSEv1 10 text/plain 5 hello", algorithm)
+    public.verify(signature, b"DSSEv1 28 application/vnd.in-toto+json %d %b" % (len(payload), payload), algorithm)
     with pytest.raises(InvalidSignature):
-        public.verify(signature, b"hello", algorithm)
+        public.verify(signature, payload, algorithm)
 
 
 # Rotations
@@ -249,13 +288,11 @@ def retired_file(output: Path, suffix: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("which", ["old", "new"])
-@pytest.mark.parametrize("how", ["gone", "of the other key"])
-def test_a_rotation_needs_the_signatures_of_both_keys(rotated: Path, which: str, how: str) -> None:
-    path = retired_file(rotated, f".{which}.sig")
-    path.unlink()
-    if how == "of the other key":
-        shutil.copy(retired_file(rotated, ".new.sig" if which == "old" else ".old.sig"), path)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rotation_needs_the_signatures_of_both_keys(rotated: Path, which: int) -> None:
+    path = retired_file(rotated, ".json")
+    content = json.loads(path.read_bytes())
+    path.write_text(json.dumps(content | {"signatures": [content["signatures"][which]]}))
     rotations, problems = read_rotations(rotated)
     assert (rotations, len(problems)) == ([], 1)
     # Nobody vouches for the retired key any more.
@@ -263,9 +300,8 @@ def test_a_rotation_needs_the_signatures_of_both_keys(rotated: Path, which: str,
 
 
 def test_a_rotation_named_for_another_key_is_ignored(rotated: Path) -> None:
-    for path in (rotated / "keys" / "retired").iterdir():
-        if path.suffix != ".pub":
-            path.rename(path.with_name("0" * 16 + path.name[16:]))
+    path = retired_file(rotated, ".json")
+    path.rename(path.with_name("0" * 16 + path.name[16:]))
     rotations, problems = read_rotations(rotated)
     assert rotations == []
     assert sorted(name for name, _ in problems)[0] == f"keys/retired/{'0' * 16}.json"
@@ -274,7 +310,7 @@ def test_a_rotation_named_for_another_key_is_ignored(rotated: Path) -> None:
 def test_links_among_what_was_retired_are_not_read(rotated: Path) -> None:
     folder, elsewhere = rotated / "keys" / "retired", rotated / "elsewhere"
     (folder / "folder.json").mkdir()
-    assert len(retirement_files(rotated)) == 4
+    assert len(retirement_files(rotated)) == 2
     for path in retirement_files(rotated):
         path.rename(elsewhere)
         path.symlink_to(elsewhere)

@@ -16,13 +16,13 @@ import pytest
 
 from tests.unit.trust.commands import bundled, xray
 from tests.unit.trust.synthetic import NAME, Lifecycle
-from tests.unit.trust.tampering import rows, sql
+from tests.unit.trust.tampering import lines, sql, write_lines
 from xray.tasks import lost_runs
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import keep_result
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.evidence.log import END, LIFECYCLE, LOG, REPORT, view
+from xray_runtime.kernel.evidence.log import END, LIFECYCLE, REPORT, view
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.kernel.store.checkpoints import Store
@@ -34,7 +34,7 @@ from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.bundle import audit_bundle, import_bundle
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.log import append, decide
-from xray_runtime.trust.signing import fingerprint, public_key, signing_key
+from xray_runtime.trust.signing import public_key, read_public, signing_key
 
 EVIL = "approved by the board"
 
@@ -50,39 +50,19 @@ def declined(output: Path) -> None:
     """A person's refusal is the last entry, as `promotion.decline` leaves it."""
     decided = view(output).decided[NAME, "candidate"]
     fields = {"name": NAME, "alias": "champion", "version": decided.version, "checkpoint": decided.checkpoint}
-    decide(output, signing_key(output), action="decline", by="ada", note="unsafe", **fields)
-
-
-def lines(output: Path) -> list[bytes]:
-    return (output / LOG).read_bytes().splitlines(keepends=True)
+    decide(output, action="decline", by="ada", note="unsafe", **fields)
 
 
 def take_off(output: Path) -> None:
     """The last entry, and the mark that MLflow has of it."""
-    (output / LOG).write_bytes(b"".join(lines(output)[:-1]))
-    if rows(output, "select 1 from model_version_tags where key = ?", LOG_TAG):
-        sql(output, "update model_version_tags set value = ? where key = ?", view(output).mark, LOG_TAG)
-
-
-def _without_the_end(output: Path) -> None:
-    (output / END).unlink()
-
-
-def _empty(output: Path) -> None:
-    (output / END).write_text("")
+    write_lines(output, lines(output)[:-1])
+    sql(output, f"update model_version_tags set value = '{view(output).mark}' where key = '{LOG_TAG}'")
 
 
 def _by_a_stranger(output: Path) -> None:
-    shutil.copytree(output / "keys", output / "kept")
     other = output.parent / "other"
-    register = {"name": "x", "alias": "candidate", "version": "1", "checkpoint": "ab" * 32}
-    decide(other, signing_key(other), action="register", **register)
+    decide(other, action="register", name="x", alias="candidate", version="1", checkpoint="ab" * 32)
     shutil.copy(other / END, output / END)
-    shutil.rmtree(output / "kept")
-
-
-def _another_signed_text(output: Path) -> None:
-    (output / END).write_bytes(lines(output)[-1])
 
 
 def _a_link(output: Path) -> None:
@@ -90,22 +70,24 @@ def _a_link(output: Path) -> None:
     (output / END).symlink_to(output.parent / "end")
 
 
-def _a_directory(output: Path) -> None:
-    (output / END).unlink()
-    (output / END).mkdir()
+ENDS: dict[str, Callable[[Path], object]] = {
+    "alone": lambda output: None,
+    "without": lambda output: (output / END).unlink(),
+    "empty": lambda output: (output / END).write_text(""),
+    "stranger": _by_a_stranger,
+    "another text": lambda output: (output / END).write_bytes(lines(output)[-1]),
+    "link": _a_link,
+    "directory": lambda output: ((output / END).unlink(), (output / END).mkdir()),
+}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [lambda output: None, _without_the_end, _empty, _by_a_stranger, _another_signed_text, _a_link, _a_directory],
-    ids=["alone", "without", "empty", "stranger", "another text", "link", "directory"],
-)
-def test_a_decision_cannot_be_taken_off_the_log(how: Callable[[Path], None], fresh: Callable[[], Path]) -> None:
+@pytest.mark.parametrize("how", ENDS)
+def test_a_decision_cannot_be_taken_off_the_log(how: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     declined(output)
     assert "log-shorter" not in found(output)
     take_off(output)
-    how(output)
+    ENDS[how](output)
     assert "log-shorter" in found(output)
 
 
@@ -224,7 +206,7 @@ def test_the_record_of_a_lost_run_is_signed_as_the_run_wrote_it(known: bool, tmp
         facts = {"project": "p", "seed": 7, "config_digest": "d"}
         texts = {"place": "", "tracking": "", "experiment": "e", "name": "n", "params": "0" * 64}
         began = RunBegan.model_validate({"run_id": "lost", "facts": facts, "tags": {}, **texts})
-        append(output, signing_key(output), began)
+        append(output, began)
     RunSummary(output, output, {"seed": 7}, "lost", None, "#")
     path = output / LIFECYCLE
     content = json.loads(path.read_text())
@@ -266,7 +248,7 @@ def test_no_key_that_a_bundle_brings_is_trusted(untouched: Path, tmp_path: Path)
     signing_key(intruder)
     bundle = bundled(untouched, tmp_path / "policy.tar")
     with tarfile.open(bundle, "a") as archive:
-        archive.add(public_key(intruder), f"keys/trusted/{fingerprint(public_key(intruder))[:16]}.pub")
+        archive.add(public_key(intruder), f"keys/trusted/{read_public(public_key(intruder)).sha256[:16]}.pub")
     uri = f"sqlite:///{other / 'mlflow.db'}"
     with pytest.raises(ConfigError, match=r"is signed with key \w{16}, which is not trusted here: .* --public-key"):
         import_bundle(bundle, other, tracking_uri=uri, experiment="x", public=None)
@@ -274,8 +256,8 @@ def test_no_key_that_a_bundle_brings_is_trusted(untouched: Path, tmp_path: Path)
     result = import_bundle(bundle, other, tracking_uri=uri, experiment="x", public=public_key(untouched))
     assert result.is_sound, result.broken
     assert {key.sha256 for key in trusted_keys(other)} == {
-        fingerprint(public_key(untouched)),
-        fingerprint(public_key(other)),
+        read_public(public_key(untouched)).sha256,
+        read_public(public_key(other)).sha256,
     }
 
 
@@ -286,7 +268,7 @@ def test_no_other_directory_is_trusted_for_its_own_key(form: str, untouched: Pat
         checkpoint_from(ref, tmp_path / "run", None)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     done = xray("keys", "trust", public_key(untouched), "--output", tmp_path / "run")
-    assert (done.exit_code, fingerprint(public_key(untouched)) in done.output) == (0, True)
+    assert (done.exit_code, read_public(public_key(untouched)).sha256 in done.output) == (0, True)
     assert checkpoint_from(ref, tmp_path / "run", None).stage == "ppo-2"
 
 

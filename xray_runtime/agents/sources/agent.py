@@ -18,14 +18,15 @@ from xray_runtime.kernel.graph.artifacts import EPISODES
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
 from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodeSource, SamplerSetup
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
-    from xray_runtime.methods.ppo.config import PPOConfig
 
 COLUMNS = ("row", "round", "version", ANSWERS)
 
@@ -34,12 +35,13 @@ class AgentSource(EpisodeSource):
     def open(self, setup: SamplerSetup) -> closing[AgentEpisodes]:
         return closing(AgentEpisodes(setup))
 
-    def restore(self, checkpoint: Path, config: Any, last: int, journal: Journal) -> bool:
+    def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         records = read_episodes(checkpoint / EPISODES)
         lines = [record_line(*place, 0, record) for place, record in records.items()]
         journal.write_entries(0, lines)
         found = bool(lines)
         for number, table in answered_iterations(checkpoint / LEDGER, last):
+            assert isinstance(config, PPOConfig)  # no other kind of stage has a ledger
             journal.write_entries(number, _lines(table, number, config))
             found = True
         return found

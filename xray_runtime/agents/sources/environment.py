@@ -17,13 +17,14 @@ from xray_runtime.data.tokenizing import turns
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
 from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.reward_sources import ENVIRONMENT
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.kernel.config.section import Section
 
 LOG = "environments.log"
 COLUMNS = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
@@ -40,11 +41,12 @@ class EnvironmentSource(EpisodeSource):
             stack.enter_context(pool)
             yield episodes
 
-    def restore(self, checkpoint: Path, config: PPOConfig, last: int, journal: Journal) -> bool:
+    def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         from xray_runtime.models.causal_lm import load_tokenizer
 
         tokenizer = None
         for number, table in answered_iterations(checkpoint / LEDGER, last):
+            assert isinstance(config, PPOConfig)  # no other kind of stage has a ledger
             tokenizer = tokenizer or load_tokenizer(checkpoint)
             journal.write_entries(number, list(_lines(table, number, config, tokenizer)))
         return tokenizer is not None

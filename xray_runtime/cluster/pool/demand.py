@@ -114,16 +114,14 @@ def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) 
         raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only GPU memory can be released")
     if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be released")
-    try:
-        call.config.check_runtime(runtime)
-    except ValueError as error:
-        raise ConfigError(f"{call.name}.{error}") from None
-    for name, engine in sections(call.config, call.name):
-        if isinstance(engine, EngineConfig):
-            try:
-                engine.check_device(device, name)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+    for path, part in sections(call.config):
+        try:
+            # Again: `parallel: auto` has chosen layouts since the call was recorded.
+            part.check_runtime(runtime, path)
+            if isinstance(part, EngineConfig):
+                part.check_device(device, path)
+        except ValueError as error:
+            raise ConfigError(f"{call.name}.{error}") from None
     if runtime.parallel != "auto" and nodes is not None:
         check(call.name, call_demands(call, device), nodes)
 

@@ -60,8 +60,9 @@ class Section(BaseModel):
         found = {name: _resolved(getattr(self, name), device) for name in type(self).model_fields}
         return self.model_copy(update=found)
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
-        """Raises ValueError if the config of a stage conflicts with `runtime`; the message begins with a field."""
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
+        """Raises ValueError if the section, at a dotted `path` in a stage's config, conflicts with `runtime`; the
+        message begins with a field."""
 
     def check_services(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if a service that this section names does not answer; the message begins with a field.
@@ -195,6 +196,12 @@ class RuntimeConfig(Section):
         """The fields that change results; they are in every stage key."""
         found: dict[str, Any] = {"device": self.device, "threads": self.threads}
         return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
+
+    @model_validator(mode="after")
+    def _fits_the_device(self) -> Self:
+        if self.trainer_sleeps and self.device == "cpu":
+            raise ValueError("trainer_sleeps = True needs device 'cuda'")
+        return self
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:

@@ -28,7 +28,8 @@ OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 
 def version() -> int:
     """The kernel's version of Landlock; 0 if it has none."""
-    return max(0, _libc().syscall(CREATE_RULESET, None, 0, VERSION))
+    found: int = _libc().syscall(CREATE_RULESET, None, 0, VERSION)
+    return max(0, found)
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], port: int | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -53,17 +53,19 @@ class StatementSubject(EvidenceModel):
     name: str = ""
     digest: Digests
 
-    @classmethod
-    def of(cls, name: str, sha256: str) -> Self:
-        return cls(name=name, digest=Digests(sha256=sha256))
-
 
 class InTotoRecord(EvidenceModel, Generic[P]):
     """An in-toto Statement v1; each kind of record names its type of predicate."""
 
-    type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(default="https://in-toto.io/Statement/v1", alias="_type")
     subject: list[StatementSubject]
     predicate: P
+
+    @classmethod
+    def of(cls, predicate: P, files: Mapping[str, str]) -> Self:
+        """A statement; `files`: name → sha256 of its subjects."""
+        subject = [{"name": name, "digest": {"sha256": sha256}} for name, sha256 in files.items()]
+        return cls.model_validate({"subject": subject, "predicate": predicate})
 
     @property
     def files(self) -> dict[str, str]:

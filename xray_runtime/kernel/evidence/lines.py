@@ -43,7 +43,7 @@ def _entry(value: object) -> SignedEntry:
 class LogRecord(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
     """A line of the log."""
 
-    predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:log:v1"] = Field(default="urn:xray:log:v1", alias="predicateType")
 
 
 class ChainProblem(ValueError):

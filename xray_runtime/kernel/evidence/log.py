@@ -106,8 +106,7 @@ class LogTail:
                 view.add(line)
                 self._offset, self._last_bytes = self._offset + len(text), len(text)
         except ValueError as error:
-            number = f"line {error.number}: " if isinstance(error, ChainProblem) else ""
-            self._problem = f"{number}{error}"
+            self._problem = f"line {error.number}: {error}" if isinstance(error, ChainProblem) else str(error)
         self._view, self._status = view, status
 
     def _continues(self, file: BinaryIO, status: tuple[int, ...]) -> bool:

@@ -142,7 +142,7 @@ class Statement(InTotoRecord[Predicate]):
     """See https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1."""
 
     predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(
-        "https://slsa.dev/provenance/v1", alias="predicateType"
+        default="https://slsa.dev/provenance/v1", alias="predicateType"
     )
 
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:

@@ -130,6 +130,7 @@ class Graph:
         try:
             kind.check(config, bound.parents)
             for path, part in sections(config):
+                part.check_runtime(self.runtime, path)
                 part.check_call(path, bound.functions, bound.columns)
             for function in kind.functions_of(config):
                 if function not in bound.functions:

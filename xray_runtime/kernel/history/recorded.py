@@ -58,7 +58,7 @@ class Expired(SignedEntry):
 
 
 class ChainRecord(InTotoRecord[Annotated[Segment | Expired, Field(discriminator="action")]]):
-    predicate_type: Literal["urn:xray:recorded:v1"] = Field("urn:xray:recorded:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:recorded:v1"] = Field(default="urn:xray:recorded:v1", alias="predicateType")
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Changed(SignedEntry):
 
 
 class ChangedRecord(InTotoRecord[Changed]):
-    predicate_type: Literal["urn:xray:files:v1"] = Field("urn:xray:files:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:files:v1"] = Field(default="urn:xray:files:v1", alias="predicateType")
 
 
 @dataclass(frozen=True)

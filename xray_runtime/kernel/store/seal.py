@@ -22,7 +22,6 @@ from pydantic import Field
 from xray_runtime.kernel.evidence.envelope import (
     EvidenceModel,
     InTotoRecord,
-    StatementSubject,
     TrustedKey,
     Verifier,
     load_public,
@@ -48,7 +47,7 @@ class Kept(EvidenceModel):
 
 
 class KeptRecord(InTotoRecord[Kept]):
-    predicate_type: Literal["urn:xray:kept:v1"] = Field("urn:xray:kept:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:kept:v1"] = Field(default="urn:xray:kept:v1", alias="predicateType")
 
 
 class Seal:
@@ -69,7 +68,8 @@ class Seal:
 
     def holds(self, name: str, content: bytes, seal: object) -> bool:
         """Whether `seal` is by a trusted key, for this content under this name."""
-        return self._read(name, str(seal).encode()) == (len(content), hashlib.sha256(content).hexdigest())
+        size, sha256 = self._read(name, str(seal).encode(errors="replace"))
+        return size == len(content) and sha256 == hashlib.sha256(content).hexdigest()
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
@@ -105,8 +105,7 @@ class Seal:
 
     def _sign(self, name: str, sha256: str, size: int) -> str:
         assert self._private is not None
-        record = KeptRecord(subject=[StatementSubject.of(name, sha256)], predicate=Kept(size=size))
-        return sign(record, self._private).decode()
+        return sign(KeptRecord.of(Kept(size=size), {name: sha256}), self._private).decode()
 
     def _sealed(self, path: Path) -> tuple[int, str]:
         """(bytes, sha256) that a valid seal says a file has; (-1, "") without one."""

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from xray_runtime.engines.layouts import check_one_row_each
 from xray_runtime.engines.sampling_config import SamplingConfig
 from xray_runtime.kernel.config.section import Fraction, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.methods.common.environment import AnyEnvironment, check_turns
@@ -75,6 +76,7 @@ class EvaluationConfig(EvaluateConfig, JudgingConfig):
 
     @model_validator(mode="after")
     def _roles(self) -> Self:
+        check_one_row_each(self.frozen, "num_prompts", self.num_prompts, "frozen")
         for field in ("rewards", "judges"):
             for number, term in enumerate(getattr(self, field)):
                 for role in term.roles:

@@ -145,7 +145,8 @@ class _Model:
     stops: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """(log-likelihood of the continuation, whether it is the likeliest) for (context, continuation)."""
@@ -220,7 +221,8 @@ def _harness_model(model: _Model) -> Any:
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-            return model.tokenizer.apply_chat_template(chat_history, **options)
+            text: str = model.tokenizer.apply_chat_template(chat_history, **options)
+            return text
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             return model.score([(context, continuation) for _, context, continuation in requests])

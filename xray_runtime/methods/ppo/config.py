@@ -283,7 +283,7 @@ class PPOStageConfig(TrainingConfig):
             if getattr(self, field) != allowed:
                 raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
         cut = self.engine.data_parallel < self.engine.num_workhorses
         if cut and runtime.weight_transfer in ("nccl", "ipc"):
@@ -310,9 +310,13 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     def terms(self) -> dict[str, list[Term]]:
         return {"rewards": self.rewards, "judges": self.judges}
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
-        """Raises ValueError as `check_runtime` of a stage and of its generator."""
-        super().check_runtime(runtime)
+    @model_validator(mode="after")
+    def _a_row_for_each_scorer(self) -> Self:
+        check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
+        return self
+
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
+        super().check_runtime(runtime, path)
         check_sampled(self.lora, self.generator, runtime)
 
     @property

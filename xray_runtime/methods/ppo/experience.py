@@ -107,12 +107,12 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
         cap=config.importance_cap,
         level=config.importance_level,
     )
-    check_mismatch(mismatch["mean_abs_diff"], experience.max_mismatch)
     ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
     rows = experience.rows.with_columns(old_logprobs=logprobs, weights=ragged)
     wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
+    check_mismatch(mismatch["mean_abs_diff"], experience.max_mismatch)
     kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
     metrics = experience.metrics | _policy_metrics(kl, mismatch)
     return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)

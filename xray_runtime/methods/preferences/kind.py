@@ -8,7 +8,7 @@ from typing import Any
 from xray_runtime.engines.roles import ModelRole, sampled
 from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Preferences
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.methods.common.checks import check_rewards, fewer_prompts, num_samples
+from xray_runtime.methods.common.checks import check_rewards, dataset_config, fewer_prompts, num_samples
 from xray_runtime.methods.common.findings import preferences_findings
 from xray_runtime.methods.common.inputs import PreferencesInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
@@ -59,6 +59,12 @@ def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
     for role in needed:
         if role not in inputs:
             raise ValueError(f"{role}: is required with source {config.source!r}")
+    data = dataset_config(inputs) if isinstance(config, RatingPreferences) else None
+    if data is not None and (data.source != CHITCHAT or data.sources):
+        raise ValueError(
+            f"source 'ratings' needs a dataset with source {CHITCHAT!r} (got {data.source!r}): only those "
+            "conversations carry ratings"
+        )
     # A plan does not open checkpoints, so their type is unknown.
     if isinstance(config, CuratedPreferences) and inputs["judgements"].output not in (Curated, Artifact):
         raise ValueError("judgements: must be the output of `curate` with source 'curated'")

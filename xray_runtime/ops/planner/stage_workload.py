@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.pool.machine import GIB
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
 from xray_runtime.engines.roles import ModelRole, models_of
+from xray_runtime.kernel.config.section import sections
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.prepare.config import PROMPT_TOKENS
 from xray_runtime.methods.sft.config import REPLY_TOKENS
@@ -83,8 +84,10 @@ def _open_choices(call: StageCall, engines: list[EngineConfig]) -> Iterator[Open
 
 def _may_sleep(call: StageCall) -> bool:
     """Whether generator and trained models may take turns."""
+    runtime = call.runtime.model_copy(update={"generator_sleeps": True})
     try:
-        call.config.check_runtime(call.runtime.model_copy(update={"generator_sleeps": True}))
+        for path, part in sections(call.config):
+            part.check_runtime(runtime, path)
     except ValueError:
         return False
     return True

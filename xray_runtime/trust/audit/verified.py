@@ -31,7 +31,6 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import (
     EvidenceModel,
     InTotoRecord,
-    StatementSubject,
     TrustedKey,
     Verifier,
     read_envelope,
@@ -78,7 +77,7 @@ class Verified(EvidenceModel):
 
 
 class VerifiedRecord(InTotoRecord[Verified]):
-    predicate_type: Literal["urn:xray:verified:v1"] = Field("urn:xray:verified:v1", alias="predicateType")
+    predicate_type: Literal["urn:xray:verified:v1"] = Field(default="urn:xray:verified:v1", alias="predicateType")
 
 
 @dataclass
@@ -155,8 +154,7 @@ def write_record(
         },
         log=str(head),
     )
-    record = VerifiedRecord(subject=[StatementSubject.of(LOG, head.sha256)], predicate=verified)
-    write_atomic(output / RECORD, sign(record, private.read_bytes()))
+    write_atomic(output / RECORD, sign(VerifiedRecord.of(verified, {LOG: head.sha256}), private.read_bytes()))
     return ""
 
 

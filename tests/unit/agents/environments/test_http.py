@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from tests.unit.agents.answering import Answering
 from xray_runtime.agents.environments import http
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.http import from_http
@@ -32,46 +32,35 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.sums: dict[str, int] = {}
         self.asked: list[tuple[str, Any]] = []
-        self.answer: Any = None
+        self.answer: tuple[Any, ...] | None = None
         self.delay_s = 0.0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     server: Server
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         self.server.asked.append((self.path, body | {"key": self.headers["Authorization"]}))
         sums = self.server.sums
         if self.path == "/game/reset":
             name = f"e/{len(sums)}"
             sums[name] = body["seed"]
-            self.send({"episode": name, "messages": [{"role": "user", "content": body["task"]["prompt"]}]})
+            self.answer({"episode": name, "messages": [{"role": "user", "content": body["task"]["prompt"]}]})
         elif self.server.answer is not None:
             time.sleep(self.server.delay_s)
-            self.send(self.server.answer)
+            self.answer(*self.server.answer)
         else:
             sums[body["episode"]] += int(body["reply"])
             total = sums[body["episode"]]
-            self.send({"messages": OBSERVED, "reward": total, "terminated": total > 9, "info": {"total": total}})
+            self.answer({"messages": OBSERVED, "reward": total, "terminated": total > 9, "info": {"total": total}})
 
     def do_DELETE(self) -> None:
         self.server.asked.append((self.path, "DELETE"))
-        self.send(b"", 404)
-
-    def send(self, content: Any, status: int = 200) -> None:
-        if isinstance(content, int):
-            content, status = b"no", content
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None: ...
+        self.answer(b"", 404)
 
 
 @pytest.fixture
@@ -118,11 +107,14 @@ def test_an_episode(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"done": True}, "/game/step: 'done' is not allowed: fields are messages, reward, terminated, truncated, info"),
-        ([1], "/game/step: the answer is a list: must be a JSON object"),
-        (b"<html>", "/game/step: the answer is not JSON: <html>"),
-        (b" " * 2000, "/game/step: the answer is longer than 1000 bytes"),
-        (500, "/game/step: status 500 no"),
+        (
+            ({"done": True},),
+            "/game/step: 'done' is not allowed: fields are messages, reward, terminated, truncated, info",
+        ),
+        (([1],), "/game/step: the answer is a list: must be a JSON object"),
+        ((b"<html>",), "/game/step: the answer is not JSON: <html>"),
+        ((b" " * 2000,), "/game/step: the answer is longer than 1000 bytes"),
+        ((b"no", 500), "/game/step: status 500 no"),
     ],
 )
 def test_a_bad_answer_costs_its_episode(
@@ -137,13 +129,13 @@ def test_a_bad_answer_costs_its_episode(
 
 def test_a_reset_names_its_episode(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for answer, shown in (({}, "None"), ({"episode": 7}, "7"), ({"episode": ""}, "''")):
-        monkeypatch.setattr(Handler, "do_POST", lambda self, answer=answer: self.send(answer))
+        monkeypatch.setattr(Handler, "do_POST", lambda self, answer=answer: self.answer(answer))
         with pytest.raises(ValueError, match=f"/game/reset: episode is {shown}: must be a name"):
             asyncio.run(played(url_of(server)))
 
 
 def test_a_late_answer(server: Server) -> None:
-    server.answer, server.delay_s = {"reward": 1}, 1.0
+    server.answer, server.delay_s = ({"reward": 1},), 1.0
     with pytest.raises(ValueError, match=r"/game/step: no answer within timeout_s = 0\.2"):
         asyncio.run(played(url_of(server), "1", timeout_s=0.2))
     assert [path for path, _ in server.asked].count("/game/step") == 1
@@ -201,7 +193,7 @@ def test_in_processes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with EnvironmentPool(f"{__name__}:environment", 1, 30, 4096) as pool:
         for number in range(2):
             pool.reset(number, {"prompt": "p"}, 3).result()
-        server.answer = {"reward": None}
+        server.answer = ({"reward": None},)
         with pytest.raises(EnvironmentFailure, match=r"Step\.reward is None: must be a finite number"):
             pool.step(1, "1").result()
         server.answer = None

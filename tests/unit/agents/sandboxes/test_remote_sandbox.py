@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 import signal
 import subprocess
@@ -13,12 +12,13 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.agents.answering import Answering, serving
 from xray_runtime.agents.sandboxes.base import Box, Ended, Limits, Program
 from xray_runtime.agents.sandboxes.remote import RemoteSandbox
 
@@ -33,7 +33,7 @@ class Service(ThreadingHTTPServer):
         self.root, self.boxes = root, dict[str, dict[str, Any]]()
         self.keys: list[str | None] = []
         self.running: dict[str, subprocess.Popen[str]] = {}
-        self.fault: tuple[int, bytes] | None = None
+        self.fault: tuple[bytes, int] | None = None
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def start(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -69,43 +69,30 @@ class Service(ThreadingHTTPServer):
             os.killpg(self.running[name].pid, signal.SIGKILL)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     server: Service
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.body()
         self.server.keys.append(self.headers["authorization"])
         if self.server.fault is not None:
-            self._send(*self.server.fault)
+            self.answer(*self.server.fault)
             return
         parts = self.path.strip("/").split("/")
-        answer = self.server.start(body) if len(parts) == 1 else self.server.run(parts[1], body)
-        self._send(200, json.dumps(answer).encode())
+        self.answer(self.server.start(body) if len(parts) == 1 else self.server.run(parts[1], body))
 
     def do_DELETE(self) -> None:
         name = self.path.rpartition("/")[2]
         self.server.stop(name)
         del self.server.boxes[name]
-        self._send(204, b"")
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        self.answer(b"", 204)
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     (tmp_path / "boxes").mkdir()
-    server = Service(tmp_path / "boxes")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Service(tmp_path / "boxes")) as server:
+        yield server
 
 
 def test_a_program_runs_behind_the_three_calls(
@@ -145,14 +132,14 @@ def test_limits_and_a_stop_end_a_program(service: Service) -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ((500, b""), "RuntimeError: status 500"),
-        ((200, b"no"), "AnswerError: the answer is not JSON"),
-        ((200, b"[]"), "ValueError: the answer is no object"),
-        ((200, b'{"id": "../up", "code": "0", "output": ""}'), "ValueError: "),
-        ((200, b'{"code": true, "output": ""}'), "Error: "),
+        ((b"", 500), "RuntimeError: status 500"),
+        ((b"no", 200), "AnswerError: the answer is not JSON"),
+        ((b"[]", 200), "ValueError: the answer is no object"),
+        ((b'{"id": "../up", "code": "0", "output": ""}', 200), "ValueError: "),
+        ((b'{"code": true, "output": ""}', 200), "Error: "),
     ],
 )
-def test_a_service_that_fails_is_infrastructure(service: Service, fault: tuple[int, bytes], why: str) -> None:
+def test_a_service_that_fails_is_infrastructure(service: Service, fault: tuple[bytes, int], why: str) -> None:
     sandbox = RemoteSandbox(service.url)
     name = sandbox.start(Box(LIMITS))
     service.fault = fault

@@ -128,7 +128,7 @@ REFUSED = [
     ),
     (
         "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {library: megatron}}}",
-        "base.trainable_layers = 2 is not supported with sft.engine.library = 'megatron' (deepspeed",
+        "sft: trainable_layers = 2 is not supported with engine.library = 'megatron' (deepspeed",
     ),
     (
         "sft: {batch_size: 1, engine: {pipeline_parallel: 2, num_workhorses: 4}}",
@@ -147,7 +147,7 @@ REFUSED = [
         "frozen: {num_workhorses: 2, tensor_parallel: 2, zero_stage: 3}",
         "frozen: zero_stage = 3 must be at most 0 with tensor_parallel or pipeline_parallel above 1",
     ),
-    ("frozen: {num_workhorses: 16}\nevaluate: {num_prompts: 8}", "evaluate.num_prompts = 8 must be at least frozen"),
+    ("frozen: {num_workhorses: 16}\nevaluate: {num_prompts: 8}", "evaluate: num_prompts = 8 must be at least frozen"),
     (
         "ppo: {stages: [{critic_engine: {}}]}",
         "ppo.stages.0: critic_engine must be left out unless critic is 'separate'",
@@ -159,7 +159,7 @@ REFUSED = [
     (
         "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {pipeline_parallel: 2, "
         "num_workhorses: 2}}}",
-        "base.trainable_layers = 2 is not supported with sft.engine.pipeline_parallel = 2: a frozen trunk is",
+        "sft: trainable_layers = 2 is not supported with engine.pipeline_parallel = 2: a frozen trunk is",
     ),
     (
         "sft: {engine: {precision: float16}}",
@@ -167,15 +167,15 @@ REFUSED = [
     ),
     (
         "sft: {engine: {precision: bfloat16, zero_stage: 0}}",
-        "sft.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
+        "sft: engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
     ),
     (
         "ppo: {stages: [{critic: separate, critic_engine: {offload: cpu, zero_stage: 0}}]}",
-        "ppo.stages.0.critic_engine.zero_stage = 0 must be at least 1 with offload = 'cpu'",
+        "ppo-1: critic_engine.zero_stage = 0 must be at least 1 with offload = 'cpu'",
     ),
     (
         "reward: {engine: {zero_stage: 2, offload: nvme, nvme_path: /nvme}}",
-        "reward.engine.zero_stage = 2 must be at least 3 with offload = 'nvme'",
+        "reward: engine.zero_stage = 2 must be at least 3 with offload = 'nvme'",
     ),
     (
         "sft: {engine: {zero_stage: 3, offload: nvme}}",
@@ -208,10 +208,13 @@ REFUSED = [
     ),
     (
         "{ppo: {stages: [{}, {lag: 1}]}, runtime: {device: cuda, generator_sleeps: true}}",
-        "ppo.stages.1.lag = 1 must be 0 with runtime.generator_sleeps = True: generator and trainer work at the same",
+        "ppo-2: lag = 1 must be 0 with runtime.generator_sleeps = True: generator and trainer work at the same",
     ),
     ("gold: null", "preferences.gold: null is not allowed: must be a text"),
-    ("{data: {source: x.jsonl}, preferences: {source: ratings}}", "preferences.source 'ratings' needs data.source"),
+    (
+        "{data: {source: x.jsonl}, preferences: {source: ratings}}",
+        "preferences: source 'ratings' needs a dataset with",
+    ),
     (
         "data: {max_prompt_tokens: 45}\nbase: {kind: fresh, max_positions: 60}",
         "data.max_prompt_tokens + the longest reply = 61 must be at most",
@@ -230,7 +233,7 @@ REFUSED = [
         "{runtime: {generator_sleeps: true}, generator: {engine: transformers}}",
         "runtime.generator_sleeps = True is not supported with generator.engine = 'transformers' (vllm can)",
     ),
-    ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
+    ("runtime: {trainer_sleeps: true, device: cpu}", "runtime: trainer_sleeps = True needs device 'cuda'"),
     ("reward: null", "preferences must be null where no reward model is trained"),
     ("dpo: {}", "ppo must be null where dpo is set"),
     ("ppo: null", "ppo or dpo must be set"),
@@ -249,7 +252,7 @@ REFUSED = [
     ),
     (
         "{ppo: null, dpo: {engine: {precision: bfloat16, zero_stage: 0}}}",
-        "dpo.engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
+        "dpo: engine.zero_stage = 0 must be at least 1 with precision = 'bfloat16'",
     ),
     ("preferences: null", "reward.data: is required: a Preferences"),
     (
@@ -268,7 +271,7 @@ REFUSED = [
     ("rewards: [{function: 'os:system'}]", "rewards.0.function: 'os:system' is not allowed: it would import os, but"),
     (
         "rewards: [{verifier: {kind: math, column: answer}}]",
-        "rewards.0.verifier.column = 'answer' must be one of data.columns",
+        "ppo-1: rewards.1.verifier.column: 'answer' is not allowed: the dataset has no column; add it to",
     ),
     (
         "rewards: [{service: {url: 'ftp://host'}}]",

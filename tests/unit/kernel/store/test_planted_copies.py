@@ -13,10 +13,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.kernel.store import published
+from tests.unit.trust.tampering import edit_json, restated
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import PUBLISHED, RESULTS, find_result, keep_result
 from xray_runtime.kernel.evidence.lines import LogRecord
@@ -25,14 +27,13 @@ from xray_runtime.kernel.evidence.statement import RunFacts
 from xray_runtime.kernel.evidence.view import Published
 from xray_runtime.kernel.store.checkpoints import Store
 from xray_runtime.kernel.store.identity import Identity, file_sha256
-from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.kernel.store.shared import INDEX, SharedStore
 from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
 from xray_runtime.trust.attestation import attest, open_store
 from xray_runtime.trust.keys import exchange_keys
-from xray_runtime.trust.log import log_checkpoints
-from xray_runtime.trust.signed_lines import signed_line
-from xray_runtime.trust.signing import KEY_VARIABLE, make_key, public_key, sign, signing_key
+from xray_runtime.trust.log import log_checkpoints, sign_line
+from xray_runtime.trust.signing import KEY_VARIABLE, make_key, public_key, signing_key
 
 IDENTITY = published.IDENTITY.model_copy(update={"parents": {}})
 KEY = IDENTITY.key
@@ -106,20 +107,21 @@ def other_weights_and_statement(shared: Path) -> None:
     indexed(shared)
 
 
-def fit_statement(copy: Path) -> None:
-    path = copy / ATTESTATION / "statement.json"
-    content = json.loads(path.read_text())
+def fit_statement(copy: Path, private: Path | None = None) -> None:
+    """Make the statement fit, under the signature it had or that of a stranger."""
     digests = {"model.bin": file_sha256(copy / "model.bin"), MANIFEST: file_sha256(copy / MANIFEST)}
-    for subject in content["subject"]:
-        subject["digest"]["sha256"] = digests.get(subject["name"], subject["digest"]["sha256"])
-    content["predicate"]["buildDefinition"]["internalParameters"]["checkpoint"] = digests[MANIFEST]
-    path.write_text(json.dumps(content))
+
+    def fit(content: Any) -> None:
+        for subject in content["subject"]:
+            subject["digest"]["sha256"] = digests.get(subject["name"], subject["digest"]["sha256"])
+        content["predicate"]["buildDefinition"]["internalParameters"]["checkpoint"] = digests[MANIFEST]
+
+    restated(copy, fit, private.read_bytes() if private is not None else None)
 
 
 def signed_by_a_stranger(shared: Path) -> None:
-    other_weights_and_statement(shared)
-    copy, key = copy_of(shared), key_of_a_stranger(shared.parent / "stranger")
-    sign(copy / ATTESTATION, copy / SIGNATURE, key)
+    other_weights(shared)
+    fit_statement(copy_of(shared), key_of_a_stranger(shared.parent / "stranger"))
     indexed(shared)
 
 
@@ -132,12 +134,11 @@ def signed_by_a_stranger_whose_key_lies_there(shared: Path) -> None:
 def without_a_record(shared: Path) -> None:
     other_weights(shared)
     shutil.rmtree(copy_of(shared) / ATTESTATION)
-    (copy_of(shared) / SIGNATURE).unlink()
     indexed(shared)
 
 
 def without_a_signature(shared: Path) -> None:
-    (copy_of(shared) / SIGNATURE).unlink()
+    edit_json(copy_of(shared) / ATTESTATION / "statement.json", signatures=[])
     indexed(shared)
 
 
@@ -252,7 +253,7 @@ def entry_of_a_stranger(shared: Path) -> None:
     changed_result(shared)
     files = {f"{RESULTS}/{NAME}.json": file_sha256(shared / RESULTS / f"{NAME}.json")}
     entry = Published(action="publish", directory=NAME, checkpoint="ab" * 32)
-    line = signed_line(LogRecord, entry, files, key_of_a_stranger(shared.parent / "stranger"))
+    line = sign_line(shared, LogRecord, entry, files, private=key_of_a_stranger(shared.parent / "stranger"))
     (shared / PUBLISHED / f"{NAME}.json").write_bytes(line)
 
 
@@ -311,10 +312,10 @@ def test_a_checkpoint_planted_here_is_not_used(how: str, tmp_path: Path) -> None
     if how == "no keys":
         shutil.rmtree(output / "keys")
     elif how == "stranger":
-        sign(directory / ATTESTATION, directory / SIGNATURE, key_of_a_stranger(tmp_path / "stranger"))
+        fit_statement(directory, key_of_a_stranger(tmp_path / "stranger"))
     elif how == "unsigned line":
         sha256 = file_sha256(directory / MANIFEST)
-        log_checkpoints(output, key_of_a_stranger(tmp_path / "stranger"), {NAME: sha256}, here=True)
+        log_checkpoints(output, {NAME: sha256}, here=True, private=key_of_a_stranger(tmp_path / "stranger"))
     store = open_store(output)
     assert store.find("sft", KEY) is None
     assert find_result("sft", KEY, output, store) is None
@@ -341,7 +342,8 @@ def test_a_planted_result_here_is_not_used(where: str, tmp_path: Path) -> None:
         # A stranger's entry, which `log.view` reads and an audit names.
         files = {f"{RESULTS}/{NAME}.json": hashlib.sha256(path.read_bytes()).hexdigest()}
         sha256 = view(output).published[NAME].checkpoint
-        log_checkpoints(output, key_of_a_stranger(tmp_path / "stranger"), {NAME: sha256}, files, here=True, renew=True)
+        private = key_of_a_stranger(tmp_path / "stranger")
+        log_checkpoints(output, {NAME: sha256}, files, here=True, renew=True, private=private)
         assert view(output).files[f"{RESULTS}/{NAME}.json"] == files[f"{RESULTS}/{NAME}.json"]
     assert find_result("sft", KEY, output, open_store(output)) is None
 

@@ -26,7 +26,7 @@ from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.fresh_base.kind import FRESH_BASE
 from xray_runtime.methods.loading import validate
 from xray_runtime.trust.keys import exchange_keys, read_rotations, rotate, trust, trusted_keys
-from xray_runtime.trust.signing import fingerprint, public_key, signing_key
+from xray_runtime.trust.signing import public_key, read_public, signing_key
 
 NAME = f"checkpoints/sft-{KEY[:12]}"
 
@@ -391,11 +391,11 @@ def test_no_key_is_trusted_because_it_lies_in_the_store(shared: SharedStore, tmp
     for output in (theirs, ours, theirs):
         signing_key(output)
         exchange_keys(output, shared)
-    assert [key.sha256 for key in trusted_keys(ours)] == [fingerprint(public_key(ours))]
+    assert [key.sha256 for key in trusted_keys(ours)] == [read_public(public_key(ours)).sha256]
     assert read_rotations(ours) == ([], [])
     assert not any("PRIVATE" in (shared.read(name) or b"").decode() for name in objects(shared))
     # A person says whose it is.
-    assert trust(ours, public_key(theirs)) == fingerprint(public_key(theirs))
+    assert trust(ours, public_key(theirs)) == read_public(public_key(theirs)).sha256
     exchange_keys(ours, shared)
     assert {key.sha256 for key in trusted_keys(ours)} > {key.sha256 for key in trusted_keys(theirs)}
     assert len(trusted_keys(ours)) == 3

@@ -22,6 +22,7 @@ from xray_runtime.engines.sampling import EngineRank
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history import signed_files
 from xray_runtime.kernel.history.comparisons import JUDGEMENTS
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.live.feedback.chat_episode import play
 from xray_runtime.live.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
 from xray_runtime.live.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
@@ -29,7 +30,6 @@ from xray_runtime.live.feedback.session import Session, read_sessions, session_d
 from xray_runtime.methods.common.environment_protocol import Step
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase
-from xray_runtime.trust.attesters import signed
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
 SETUP = comparison("a" * 64, "b" * 64)
@@ -95,7 +95,7 @@ def test_a_session_goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
 
     # Before the signature: the verdict was never given. After it: it counts.
     both = [said(0, "a"), said(1, "a")]
-    for module, name, counted in ((signed, "append_signed_line", both[:1]), (signed_files, "sync", both)):
+    for module, name, counted in ((evidence(), "append_line", both[:1]), (signed_files, "sync", both)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, crash)
             with pytest.raises(KeyboardInterrupt):

@@ -233,8 +233,8 @@ def test_a_segment_whose_writing_failed_at_the_end_is_not_written_twice(
     monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.01)
     real, failed = evidence().append_line, list[bool]()
 
-    def append(*arguments: Any) -> bytes:
-        line = real(*arguments)
+    def append(*arguments: Any, **options: Any) -> bytes:
+        line = real(*arguments, **options)
         if not failed:
             failed.append(True)
             raise OSError(5, "Input/output error")
@@ -255,10 +255,10 @@ def test_a_recorder_that_is_killed_while_it_writes_continues(moment: str, tmp_pa
         if moment == "before the segment":
             recorded.write_atomic = lambda path, content: (path.with_name("x.writing-1").write_bytes(b"x"), os._exit(9))  # type: ignore[assignment,return-value]
         elif moment == "before it is signed":
-            evidence().append_line = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
+            evidence().append_line = lambda *arguments, **_: os._exit(9)  # type: ignore[method-assign]
         else:
 
-            def half(output: Path, path: Path, *arguments: Any) -> bytes:
+            def half(output: Path, path: Path, *arguments: Any, **_: Any) -> bytes:
                 with path.open("ab") as file:
                     file.write(b'{"payload": "half a li')
                     file.flush()

@@ -105,7 +105,7 @@ def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, wor
     config = get_config(directory, trust_remote_code=False).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * 4 * config.num_hidden_layers * math.ceil(heads / world_size) * head_dim
+    token_bytes: int = 2 * 4 * config.num_hidden_layers * math.ceil(heads / world_size) * head_dim
     blocks = 2 * SEQUENCES * math.ceil(max_length / BLOCK_TOKENS)
     return min(blocks * BLOCK_TOKENS * token_bytes, round(runtime.generator_memory_gib * 2**30))
 

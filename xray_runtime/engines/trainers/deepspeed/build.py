@@ -9,10 +9,10 @@ import torch
 
 from xray_runtime.engines.engine import Engine, Scorer
 from xray_runtime.engines.layouts import FrozenConfig
-from xray_runtime.engines.mesh import Mesh
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.pipeline import PipelineEngine, StageScorer, check_stages
 from xray_runtime.engines.trainers.deepspeed.setup import check_offload, join_group
 from xray_runtime.engines.trainers.deepspeed.tensor import check_split, split_layers

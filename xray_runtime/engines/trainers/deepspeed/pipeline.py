@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.engine import MicroBatch, Scorer
-from xray_runtime.engines.mesh import Mesh
+from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.objectives import prompts_of, sequences

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.engines.mesh import Mesh
 from xray_runtime.engines.shard_loading import Split
+from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.models.heads import HeadedLM
 
 

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
 from xray_runtime.engines.engine import MicroBatch, Scorer
-from xray_runtime.engines.mesh import Mesh
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.threads import add_gradients
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
-from xray_runtime.engines.trainers.deepspeed.partition import Partition
+from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.setup import communication, mixed_precision, offload, release_model
 from xray_runtime.engines.trainers.deepspeed.tensor import join, sum_gradients
 from xray_runtime.engines.training_config import TrainingConfig
@@ -237,9 +236,12 @@ class ZeroEngine(Scorer):
         if self.stage < 3:
             held = parameter._hp_mapping
             part = parameter.data.new_empty(0) if held is None else held.get_hp_fragment(None if weight else kind)
-            return part.data.view(-1)
+            flat: Tensor = part.data.view(-1)
+            return flat
         start, stop = self._range(parameter)
-        own = safe_get_local_fp32_param(parameter) if weight else safe_get_local_optimizer_state(parameter, kind)
+        own: Tensor = (
+            safe_get_local_fp32_param(parameter) if weight else safe_get_local_optimizer_state(parameter, kind)
+        )
         return own[: stop - start]
 
     def _set_own(self, parameter: Any, kind: str, value: Tensor) -> None:
@@ -328,3 +330,24 @@ class ZeroScorer(Scorer):
 
     def close(self) -> None:
         release_model(self._engine)
+
+
+class Partition:
+    """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says: leaves every rank its share."""
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        import deepspeed
+
+        self._init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+        # Whether ranks can fill in their shares by themselves: a share on disk is only written as it is split off.
+        self.by_share = config["zero_optimization"].get("offload_param", {}).get("device") != "nvme"
+
+    def __call__(self, parameter: Any, share: Callable[[int, int], Tensor] | None) -> None:
+        if share is None:
+            self._init._convert_to_zero_parameters([parameter])
+            return
+        # As DeepSpeed does, but without sending rank 0's values to all.
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        size = parameter.ds_tensor.ds_numel
+        parameter.ds_tensor.data.copy_(share(size * dist.get_rank(), size))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
@@ -41,8 +42,15 @@ class FSDP2Scorer(Scorer):
     """One rank of a sharded model."""
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        # FSDP looks for tensors in the arguments of a forward, and would trip over columns that a batch does not have.
-        return self.module(lambda module: task(module, *args))
+        # FSDP looks for tensors in all that goes in and out, and would trip over columns that a batch does not have.
+        results: list[Any] = []
+
+        def tensors(module: HeadedLM) -> list[Tensor]:
+            results.append(task(module, *args))
+            return [leaf for leaf in tree_leaves(results[0]) if isinstance(leaf, Tensor)]
+
+        self.module(tensors)
+        return results[0]
 
 
 def scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: torch.device) -> Scorer:
@@ -112,6 +120,7 @@ class FSDP2Engine(FSDP2Scorer):
         rows = list(self._rows.values())
         for part, parameter in zip(rows, self._parameters.values(), strict=True):
             # Zeros, not None: parameters without a gradient still decay, as under DeepSpeed.
+            assert parameter.grad is None or isinstance(parameter.grad, DTensor)
             part.grad = torch.zeros_like(part) if parameter.grad is None else own_rows(parameter.grad)
             parameter.grad = None
         square = torch.nn.utils.get_total_norm([part.grad for part in rows if part.grad is not None]).square()
@@ -170,7 +179,8 @@ class FSDP2Engine(FSDP2Scorer):
 
 def _whole(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
-    return parameter.detach().full_tensor()
+    whole: Tensor = parameter.full_tensor()
+    return whole.detach()
 
 
 def _hidden_matrices(module: HeadedLM) -> set[str]:

@@ -36,7 +36,8 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+    made: Tensor = x.mT if matrix.shape[0] > matrix.shape[1] else x
+    return made
 
 
 class Muon(torch.optim.Optimizer):

@@ -27,6 +27,7 @@ def shard(module: HeadedLM, weights: Weights, device: torch.device, dtype: torch
     Args:
         regather: free what a forward pass gathered, and gather it again for the backward pass.
     """
+    assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for parameter in module.parameters():

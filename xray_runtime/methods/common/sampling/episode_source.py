@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.pairs import Example
     from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.rewards.journal import Journal
 
@@ -79,7 +80,7 @@ class EpisodeSource(Protocol):
     def open(self, setup: SamplerSetup) -> AbstractContextManager[EpisodeSampler]:
         """As `open_episodes`, for a stage with an environment of this kind."""
 
-    def restore(self, checkpoint: Path, config: Any, last: int, journal: Journal) -> bool:
+    def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         """Write what the environments or agents answered to `journal`, as an earlier attempt would, so that a replay
         asks none of them again; returns whether there was anything.
 

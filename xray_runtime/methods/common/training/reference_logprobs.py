@@ -75,7 +75,7 @@ class ReferenceLogprobs:
 
 @contextmanager
 def open_policy(
-    stage: Stage[Any, Any], objective: Objective, reference: ReferenceLogprobs | None
+    stage: Stage[Any, Any], objective: Objective[Any], reference: ReferenceLogprobs | None
 ) -> Iterator[tuple[ModelHandle, dict[str, np.ndarray] | None]]:
     """The policy to train, and the reference's log-probabilities, computed first if necessary.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import SignatureProblem, Verifier
@@ -18,9 +20,9 @@ from xray_runtime.kernel.store.checkpoints import MAX_RECORD_BYTES, inspect, rea
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, STATEMENT
 from xray_runtime.trust.attestation import EVALUATED_CARD, RECORD_FILES, foreign_in_record
-from xray_runtime.trust.audit.sources import check_commits, check_sources
 from xray_runtime.trust.card import CHECKPOINT_LINE
 from xray_runtime.trust.model_signature import check_model_signature, signed_files
+from xray_runtime.trust.provenance import ROOT
 
 CODES = {
     "manifest-replaced": Meaning("The list of the checkpoint's files differs from the published one.", RECOMPUTE),
@@ -72,12 +74,12 @@ def check_checkpoint(audited: Audited, node: Node) -> Iterator[Finding]:
     attested = list(_attestation(audited.store, node, audited.verifier))
     yield from attested
     if audited.hashing and audited.verifier is not None and not any(finding.is_broken for finding in attested):
-        yield from check_sources(node)
+        yield from _check_sources(node)
 
 
 def _commits(audited: Audited) -> Iterator[Finding]:
     statements = [node.statement for node in audited.changed if node.statement is not None]
-    yield from check_commits({statement.predicate.build.internal.code.git_commit for statement in statements})
+    yield from _check_commits({statement.predicate.build.internal.code.git_commit for statement in statements})
 
 
 def _identity(node: Node) -> Iterator[Finding]:
@@ -149,6 +151,41 @@ def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Fin
         yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
     elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
         yield Finding(node.name, "card-changed", f"{CARD} was changed")
+
+
+def _check_sources(node: Node) -> Iterator[Finding]:
+    """Local files that the stage read, if they still exist; only those that a sound signature names are opened."""
+    if node.statement is None:
+        return
+    for dependency in node.statement.predicate.build.dependencies:
+        if dependency.digest is None or not dependency.uri or dependency.uri.startswith("xray:"):
+            continue
+        path = Path(dependency.uri)
+        if path.suffix == ".gguf":
+            # Its digest also covers files next to it.
+            continue
+        if path.is_absolute() and path.is_file() and not path.is_symlink():
+            try:
+                actual = file_sha256(path)
+            except OSError:
+                continue
+            if actual != dependency.digest.sha256:
+                yield Finding(node.name, "source-changed", f"{dependency.name} {dependency.uri}")
+
+
+def _check_commits(commits: set[str | None]) -> Iterator[Finding]:
+    """Commits that this repository does not have."""
+    for commit in sorted(filter(None, commits)) if (ROOT / ".git").exists() else []:
+        if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
+            yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
+            continue
+        command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
+        try:
+            known = subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        except (OSError, subprocess.SubprocessError):
+            return
+        if not known:
+            yield Finding("code", "code-unavailable", f"commit {commit[:12]}")
 
 
 CHECK = AuditCheck(
