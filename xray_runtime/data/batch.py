@@ -212,7 +212,7 @@ KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBat
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """What each micro-batch of an optimizer step must know of the whole step, over all its micro-batches and ranks.
+    """Counts over a whole optimizer step, all its micro-batches and ranks, which each micro-batch must know.
 
     A loss that is divided by a count that nobody gave is NaN, and engines skip such a step.
     """

@@ -1,4 +1,4 @@
-"""What a check of the audit is: one object, `CHECK`, in a module of `trust.audit.checks` or of another package.
+"""A check of the audit: one object, `CHECK`, in a module of `trust.audit.checks` or of another package.
 
 The audit runs every check that is registered; the meanings of findings and the table in the docs come from them.
 """
@@ -30,7 +30,7 @@ ASK = "Find out who changed it, and why, before using the model."
 
 
 class Meaning(NamedTuple):
-    """What a code of findings means."""
+    """The meaning of a code of findings."""
 
     meaning: str
     remedy: str
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What an audit looks at."""
+    """The records that an audit checks."""
 
     store: LineageStore
     log: LogView
@@ -75,7 +75,7 @@ class Audited:
     public_keys: Sequence[bytes]
     """In PEM."""
     heads: Mapping[str, Head | None]
-    """Who kept it → an end of the log that must still be in it."""
+    """Holder → a head of the log that it kept, which the log must still contain."""
     whole: bool
     """Whether everything in the output directory is audited."""
     hashing: bool
@@ -89,7 +89,7 @@ class AuditCheck:
     """One check."""
 
     about: str
-    """What it compares, for the docs."""
+    """The comparison it makes, for the docs."""
     codes: Mapping[str, Meaning]
     """The findings that it introduces; it may report those of other checks too."""
     run: Callable[[Audited], Iterable[Finding]] | None = None

@@ -1,4 +1,4 @@
-"""What further speaks for or against promoting a candidate: one object, `CHECK`, in a module of `promotion_checks`.
+"""Further evidence for or against promoting a candidate: one object, `CHECK`, in a module of `promotion_checks`.
 
 Packages of others name theirs under the entry point `xray.promotion_checks`.
 """

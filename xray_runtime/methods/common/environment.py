@@ -31,7 +31,7 @@ def _importable(path: str) -> str:
 
 class _Played(Section):
     source: ClassVar[str]
-    """What plays its episodes, in `EPISODE_SOURCES`."""
+    """The name in `EPISODE_SOURCES` of the source that plays its episodes."""
 
     def plugs(self) -> tuple[str, ...]:
         return (EPISODE_SOURCES.module(self.source),)
@@ -176,7 +176,7 @@ AnyEnvironment = Annotated[
 
 
 def environment_of(config: Section) -> EnvironmentConfig | AgentConfig | None:
-    """What plays the episodes of a stage with this config; None: its replies are single ones."""
+    """The config of the source that plays the episodes of a stage; None: its replies are single ones."""
     return next((part for _, part in sections(config) if isinstance(part, EnvironmentConfig | AgentConfig)), None)
 
 

@@ -78,7 +78,7 @@ class Opposed:
 
     stage: TrainedItem
     identity: Any
-    """What identifies the source (`Term.identity`), if it is not a model."""
+    """Identity of the source (`Term.identity`), if it is not a model."""
     model: TrainedItem | None
 
 

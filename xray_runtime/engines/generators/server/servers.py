@@ -37,7 +37,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of a server."""
+    """The needs that a server must meet to sample for a run."""
 
     dtype: str
     threads: int

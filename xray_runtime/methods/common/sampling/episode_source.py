@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplerSetup:
-    """What a sampler works with."""
+    """The objects that a sampler works with."""
 
     stage: Stage[Any, Any]
     generator: ModelHandle

@@ -95,7 +95,7 @@ class PolicyReplies:
     begun: Sequence[Sequence[int]]
     """Tokens of the prompt, or of the environment's own beginning of the episode."""
     texts: list[str]
-    """What the policy sampled, as text."""
+    """The policy's samples, as text."""
     shown: list[str]
     """The whole reply or episode as text for display."""
     reasoning_lengths: list[int]
