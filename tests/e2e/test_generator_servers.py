@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.component.generator_process import running
@@ -47,6 +48,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.long
 def test_a_lifecycle_samples_at_a_server(tmp_path: Path) -> None:
     config, output = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump(CONFIG))

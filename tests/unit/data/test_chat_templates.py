@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -208,23 +208,18 @@ def chat(name: str, *texts: str) -> Messages:
 BENIGN = ("How are you?\n\n    if x:\n\ty", "Fine, thanks. Ça va?", "what  do\u00a0you like?", "{'cats': 1} \U0001f642")
 
 
-def test_rows_are_those_of_transformers(name: str) -> None:
-    tokenizer, messages = made(name), chat(name, *BENIGN)
-    whole = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert encode_conversations(tokenizer, [messages[:-1]], [BENIGN[-1]]) == [whole]
-    asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-    assert encode_prompts(tokenizer, [messages[:-1]]) == [asked]
-
-
 NASTY = st.text(st.sampled_from(list(" \n\t\u00a0\r\u2028aZ9<|>▁_é\U0001f642{}'\"\\")), min_size=1, max_size=12)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.tuples(NASTY, NASTY, NASTY, NASTY))
-def test_rows_equal_those_of_transformers_for_any_messages(name: str, texts: tuple[str, ...]) -> None:
+@example(texts=BENIGN)
+def test_rows_are_those_of_transformers(name: str, texts: tuple[str, ...]) -> None:
     tokenizer, messages = made(name), chat(name, *texts)
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
     assert encode_conversations(tokenizer, [messages[:-1]], [texts[-1]]) == [whole]
+    asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    assert encode_prompts(tokenizer, [messages[:-1]]) == [asked]
 
 
 def test_masks_are_what_the_assistant_said(name: str) -> None:

@@ -27,6 +27,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOLD = {"role": "tool", "content": '{"sky":\t"blue"}', "name": "weather", "tool_call_id": "c1"}
+AS_WRITTEN = "  def f(x):\n\tif x:\n\n        return\u00a0'a  b'\r\n\u2028 \n"
 HH = "\n\nHuman: What is it?\n\nAssistant: A cat.\n\nHuman: Sure?\n\nAssistant: "
 
 
@@ -164,7 +165,10 @@ def test_an_empty_conversation_has_no_reply() -> None:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"prompt": "hi", "chosen": " good", "rejected": "bad "}, ([user("hi")], " good", "bad ")),
+        (
+            {"prompt": AS_WRITTEN, "chosen": AS_WRITTEN + "1", "rejected": AS_WRITTEN + "2"},
+            ([user(AS_WRITTEN)], AS_WRITTEN + "1", AS_WRITTEN + "2"),
+        ),
         (
             {"prompt": [user("hi")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
             ([user("hi")], "good", "bad"),
@@ -307,9 +311,6 @@ def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, 
     assert "\n" not in str(caught.value)
 
 
-AS_WRITTEN = "  def f(x):\n\tif x:\n\n        return\u00a0'a  b'\r\n\u2028 \n"
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -322,12 +323,6 @@ AS_WRITTEN = "  def f(x):\n\tif x:\n\n        return\u00a0'a  b'\r\n\u2028 \n"
 def test_no_character_of_a_text_is_changed(record: dict[str, Any]) -> None:
     [(prompt, reply)] = prompt_and_replies("row", record, 1)
     assert {message["content"] for message in (*prompt, reply)} == {AS_WRITTEN}
-
-
-def test_no_character_of_a_preferred_reply_is_changed() -> None:
-    texts = {"prompt": AS_WRITTEN, "chosen": AS_WRITTEN + "1", "rejected": AS_WRITTEN + "2"}
-    replies = [assistant(AS_WRITTEN + number) for number in "12"]
-    assert preference("row", texts) == ([user(AS_WRITTEN)], *replies)
 
 
 def test_tools_their_calls_and_answers_are_carried() -> None:
@@ -375,7 +370,9 @@ def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:
     rows = [{"messages": [user("a"), CALLING, TOLD, assistant("b")]}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "m.parquet")
     _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
-    found = list(prompt_and_replies(*next(records), None))
+    where, record = next(records)
+    assert str(where) == f"{tmp_path / 'm.parquet'} row 1"
+    found = list(prompt_and_replies(where, record, None))
     assert found[1][0][2] == TOLD
     assert found[0][1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Pau"}}
     assert [list(message) for message in found[1][0]] == [list(user("")), list(CALLING), list(TOLD)]
@@ -455,16 +452,6 @@ def test_parquet_and_saved_datasets_read_alike(tmp_path: Path) -> None:
         assert [record for _, record in records] == [{"prompt": "hi", "completion": "yo"}, {"prompt": "who"}]
     with pytest.raises(ValueError, match="no split 'test'; there are 'train'"):
         read_records("data.source", str(tmp_path / "many"), "test")
-
-
-def test_messages_survive_parquet(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_list([{"messages": [user("a"), assistant("b")]}]).to_parquet(tmp_path / "m.parquet")
-    _, records = read_records("data.source", str(tmp_path / "m.parquet"), "train")
-    where, record = next(records)
-    assert list(prompt_and_replies(where, record, 1)) == [([user("a")], assistant("b"))]
-    assert str(where) == f"{tmp_path / 'm.parquet'} row 1"
 
 
 def test_conversation_ids_follow_content_not_place() -> None:

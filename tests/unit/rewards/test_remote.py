@@ -397,10 +397,9 @@ def test_a_reply_scores_the_share_of_comparisons_it_wins(server: Server) -> None
 
 
 def test_a_judge_that_prefers_a_place_says_nothing(server: Server) -> None:
-    server.answers = [says("**Winner: A**")]
-    assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
-    server.answers = [says("tie")]
-    assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
+    for answer in ("**Winner: A**", "tie"):
+        server.answers = [says(answer)]
+        assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
 
 
 def test_equal_replies_tie_without_a_question(server: Server) -> None:
