@@ -468,6 +468,8 @@ def test_modules_that_prepare_depends_on() -> None:
                 "kernel.errors",
                 "kernel.files",
                 "methods",
+                "methods.common",
+                "methods.common.results",
                 "methods.prepare",
                 "methods.prepare.body",
             )
