@@ -155,7 +155,7 @@ def test_another_build_of_the_same_key_is_left_alone(tmp_path: Path) -> None:
 
 def test_only_stray_files_at_the_top_are_ignored(tmp_path: Path) -> None:
     ref = publish(tmp_path)
-    for name in ("README.md", "attestation.sig", "attestation/statement.json", "attestation/deep/x"):
+    for name in ("README.md", "model.sig", "attestation/statement.json", "attestation/deep/x"):
         (ref.path / name).parent.mkdir(exist_ok=True)
         (ref.path / name).write_text("x")
     assert verify(ref.path, ref.sha256) == []
