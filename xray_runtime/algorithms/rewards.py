@@ -82,7 +82,7 @@ class ModelScores:
     """[B] float32."""
     mean: float = 0.0
     std: float = 1.0
-    """Of its scores of held-out replies."""
+    """Mean and deviation of its scores of held-out replies."""
     disagreement: Tensor | None = None
     """The deviation of an ensemble's members [B]."""
 

@@ -47,7 +47,7 @@ class ReplyForward(Forward[R]):
 
     @property
     def num_tokens(self) -> Tensor:
-        """Of each reply [B']."""
+        """Number of tokens of each reply [B']."""
         texts = sequences(self.rows)
         return texts.input_ids.lengths - texts.prompt_lengths
 

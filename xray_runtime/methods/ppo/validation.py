@@ -126,7 +126,7 @@ class Validation:
         self.score(models, replies, version)
 
     def record(self) -> dict[str, Any]:
-        """What the checkpoint keeps of it, besides the scores."""
+        """Facts for the checkpoint, besides the scores."""
         if self._config is None:
             return {}
         return {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}

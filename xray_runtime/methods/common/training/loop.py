@@ -40,7 +40,7 @@ class Trained:
 
 
 class Method:
-    """What a method adds to the loop. Its metrics are `name/…`."""
+    """A method's part of the loop. Its metrics are `name/…`."""
 
     name: ClassVar[str]
     evaluations: ClassVar[int] = 8
@@ -51,7 +51,7 @@ class Method:
         raise NotImplementedError
 
     def metrics(self, step: Trained) -> dict[str, float]:
-        """Of a step, besides its gradient norm and learning rate."""
+        """Metrics of a step, besides its gradient norm and learning rate."""
         raise NotImplementedError
 
     def heldout(self) -> dict[str, float]:

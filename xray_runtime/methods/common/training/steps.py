@@ -32,7 +32,7 @@ class StepStatistics:
     """A model's report on one optimizer step."""
 
     sums: Mapping[str, float]
-    """What the components of its loss log, over all rows; `data.columns.STATISTICS` lists them."""
+    """Sums over all rows that the components of its loss log; `data.columns.STATISTICS` lists them."""
     grad_norm: float
     refused_by: int | None = None
     """First rank whose loss is not finite; None if all are."""
@@ -105,7 +105,7 @@ class Step:
     """One optimizer step of each of a stage's models on the same rows."""
 
     lr: float
-    """Of the first model."""
+    """The first model's."""
     totals: StepTotals
     results: dict[str, StepStatistics]
     """By the role of the model."""
