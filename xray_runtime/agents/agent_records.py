@@ -31,7 +31,7 @@ from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branche
 from xray_runtime.methods.common.sampling.episode import shortened
 
 Record = dict[str, Any]
-Place = tuple[str, int]
+EpisodeKey = tuple[str, int]
 """(rollout, row) of an episode."""
 
 AGENT = "agent"
@@ -141,13 +141,13 @@ def agent_examples(record: Record, decode: Callable[[list[int]], str], name: str
             yield Example(f"{name}-{number}", name, messages, text, tool_calls)
 
 
-def write_episodes(path: Path, records: Mapping[Place, Record]) -> None:
+def write_episodes(path: Path, records: Mapping[EpisodeKey, Record]) -> None:
     """Write the records of rollouts that no ledger has."""
     lines = [{"rollout": rollout, "row": row, "record": records[rollout, row]} for rollout, row in sorted(records)]
     path.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
 
 
-def read_episodes(path: Path) -> dict[Place, Record]:
+def read_episodes(path: Path) -> dict[EpisodeKey, Record]:
     """The records in a file, empty if there is none. Raises ValueError if it is damaged."""
     if not path.exists():
         return {}

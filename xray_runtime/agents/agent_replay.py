@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.agents.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
+from xray_runtime.agents.agent_records import EpisodeKey, Played, Record, journal_entry, journal_key, read_calls
 from xray_runtime.agents.segments import Call
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
@@ -29,14 +29,14 @@ class ReplayedEpisodes:
         self,
         generate: Callable[[PromptBatch, Sampling, int], ReplyBatch],
         sampling: Sampling,
-        records: Mapping[Place, Record],
+        records: Mapping[EpisodeKey, Record],
     ) -> None:
         self._generate, self._sampling, self._records = generate, sampling, records
         self._calls = {place: read_calls(record) for place, record in records.items()}
 
-    def sample_again(self, version: int, places: Iterable[Place] | None = None) -> None:
+    def sample_again(self, version: int, places: Iterable[EpisodeKey] | None = None) -> None:
         """Sample the calls of a version, which the generator holds; None: of all episodes."""
-        samplings: dict[Sampling, list[tuple[Place, Call]]] = {}
+        samplings: dict[Sampling, list[tuple[EpisodeKey, Call]]] = {}
         for place in self._calls if places is None else places:
             for call in self._calls.get(place, {}).values():
                 if call.is_trained and call.version == version:
@@ -49,7 +49,7 @@ class ReplayedEpisodes:
             for (place, call), (ids, logprobs) in zip(batch, replies, strict=True):
                 self._calls[place][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
 
-    def played(self, place: Place) -> Played | None:
+    def played(self, place: EpisodeKey) -> Played | None:
         """The episode at a place; None if it is not recorded."""
         if place not in self._records:
             return None

@@ -19,7 +19,7 @@ from typing import Any
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.request import OVER, RefusedError, Reply, Request, before_stop, read_calls
 from xray_runtime.agents.sampler import BatchSampler
-from xray_runtime.agents.segments import Call, Place, Tree
+from xray_runtime.agents.segments import Call, CallPosition, Tree
 from xray_runtime.agents.threads import in_thread
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
@@ -233,7 +233,7 @@ class AgentEpisode:
             options["max_new_tokens"] = request.max_tokens
         return options | ({"stop": request.stop} if request.stop else {})
 
-    def _check_limits(self, request: Request, place: Place, sampling: Sampling) -> None:
+    def _check_limits(self, request: Request, place: CallPosition, sampling: Sampling) -> None:
         limits = self._limits
         if len(place.prompt) + sampling.max_new_tokens > limits.context:
             raise RefusedError(
@@ -251,7 +251,7 @@ class AgentEpisode:
             self._check_open()
         self.counts["calls"] += request.n
 
-    def _take_keys(self, place: Place, request: Request) -> list[str]:
+    def _take_keys(self, place: CallPosition, request: Request) -> list[str]:
         first = place.key(self.name, request, 0)
         begun = self._begun.get(first, 0)
         self._begun[first] = begun + request.n
@@ -282,7 +282,7 @@ class AgentEpisode:
         return replies
 
     async def _sampled(
-        self, key: str, place: Place, sampling: Sampling, options: dict[str, Any], is_trained: bool
+        self, key: str, place: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
     ) -> Call:
         if key in self._known:
             return self._known[key]

@@ -65,7 +65,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallPosition:
     """Where a call belongs in the tree."""
 
     parent: Call | None
@@ -105,7 +105,7 @@ class Tree:
         elif isinstance(request.prompt, str):
             self._completions.append((f"{request.prompt}{answer}", call))
 
-    def place(self, request: Request) -> Place:
+    def place(self, request: Request) -> CallPosition:
         """The place of a request, with its prompt in tokens. A thread may call it while calls are added.
 
         Raises:
@@ -123,24 +123,26 @@ class Tree:
                     observed = self._format.observations(rest, parent.ids[-1])
                 except ValueError:
                     break
-                return Place(parent, parent.tokens + observed, messages[length:], numbered(request.messages)[length:])
+                return CallPosition(
+                    parent, parent.tokens + observed, messages[length:], numbered(request.messages)[length:]
+                )
         first, *others = request.messages
         whole = [first | ({"tools": request.tools} if request.tools else {}), *others]
         [prompt] = self._format.prompts([whole])
-        return Place(None, prompt, messages, numbered(whole))
+        return CallPosition(None, prompt, messages, numbered(whole))
 
-    def _place_completion(self, prompt: str | list[int]) -> Place:
+    def _place_completion(self, prompt: str | list[int]) -> CallPosition:
         if isinstance(prompt, list):
             found = [c for c in list(self.calls.values()) if prompt[: len(c.tokens)] == c.tokens]
             parent = max(found, key=lambda call: len(call.tokens), default=None)
             known = len(parent.tokens) if parent is not None else 0
-            return Place(parent, list(prompt), [json.dumps(prompt)], [{"prompt": prompt[known:]}])
+            return CallPosition(parent, list(prompt), [json.dumps(prompt)], [{"prompt": prompt[known:]}])
         texts = [(text, call) for text, call in list(self._completions) if prompt.startswith(text)]
         text, parent = max(texts, key=lambda found: len(found[0]), default=("", None))
         rest = prompt[len(text) :]
         [encoded] = self._format.control.encode([rest])
         ids = encoded.ids if parent is None else parent.tokens + encoded.ids
-        return Place(parent, ids, [rest], [{"prompt": rest}])
+        return CallPosition(parent, ids, [rest], [{"prompt": rest}])
 
 
 def canonical(messages: Messages) -> list[str]:

@@ -18,7 +18,7 @@ from xray_runtime.agents import chat
 from xray_runtime.agents.episode import AgentEpisode, Policy
 from xray_runtime.agents.request import Request
 from xray_runtime.agents.sampler import BatchSampler
-from xray_runtime.agents.segments import Call, Place, Tree, rows
+from xray_runtime.agents.segments import Call, CallPosition, Tree, rows
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
@@ -194,13 +194,13 @@ def test_every_sampled_token_is_in_the_loss_once_and_none_is_encoded_again(token
     assert histories < num_rows < num_calls
 
 
-def forgets(self: Tree, request: Request) -> Place:
+def forgets(self: Tree, request: Request) -> CallPosition:
     """Every call begins with its whole history in tokens."""
     self._by_history.clear()
     return OWN(self, request)
 
 
-def encodes_again(self: Tree, request: Request) -> Place:
+def encodes_again(self: Tree, request: Request) -> CallPosition:
     """Calls continue others, but with their whole history in tokens again."""
     first, *others = request.messages
     [prompt] = self._format.prompts([[first | {"tools": request.tools}, *others]])

@@ -12,7 +12,7 @@ class EnvironmentFailure(RuntimeError):
 
 
 @dataclass(eq=False)
-class Episode:
+class PooledEpisode:
     number: int
     key: int
     """Its number in the worker, which is never reused."""
@@ -31,7 +31,7 @@ class Episode:
 
 @dataclass
 class Sent:
-    episode: Episode
+    episode: PooledEpisode
     op: str
     is_replay: bool
     since: float

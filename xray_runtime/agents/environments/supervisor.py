@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.agents.environments import worker
-from xray_runtime.agents.environments.episodes import EnvironmentFailure, Episode, Sent, fail
+from xray_runtime.agents.environments.episodes import EnvironmentFailure, PooledEpisode, Sent, fail
 from xray_runtime.agents.environments.process import WorkerProcess
 from xray_runtime.kernel.cores import load
 from xray_runtime.methods.common.environment_protocol import Start, Step
@@ -55,10 +55,10 @@ class Supervisor:
         self._is_ready, self._started_at = False, 0.0
         self._pinged_at: float | None = None
         self._stop_at: float | None = None
-        self._episodes: dict[int, Episode] = {}
+        self._episodes: dict[int, PooledEpisode] = {}
         self._cause = SHUT_DOWN
         """Why the thread ended."""
-        self._suspects: dict[int, Episode] = {}
+        self._suspects: dict[int, PooledEpisode] = {}
         self._sent: dict[int, Sent] = {}
         self._ids, self._keys = itertools.count(), itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"environment {environment}")
@@ -141,7 +141,7 @@ class Supervisor:
             return
         if request["op"] == "reset":
             self._fail(number, "it was reset before its answer came")
-            self._episodes[number] = Episode(number, next(self._keys))
+            self._episodes[number] = PooledEpisode(number, next(self._keys))
         episode = self._episodes.get(number)
         if episode is None:
             fail(future, EnvironmentFailure(f"episode {number}: it was not reset, was closed, or has failed"))
@@ -193,7 +193,7 @@ class Supervisor:
         for episode in [episode for episode in self._episodes.values() if episode.request is not None]:
             self._close(episode.number, RuntimeError(line))
 
-    def _send(self, episode: Episode, request: dict[str, Any], is_replay: bool = False) -> None:
+    def _send(self, episode: PooledEpisode, request: dict[str, Any], is_replay: bool = False) -> None:
         assert self._process is not None
         id = next(self._ids)
         self._sent[id] = Sent(episode, request["op"], is_replay, time.monotonic())
@@ -326,5 +326,5 @@ class Supervisor:
                     self._suspects[episode.number] = episode
         self._start()
 
-    def _is_here(self, episode: Episode) -> bool:
+    def _is_here(self, episode: PooledEpisode) -> bool:
         return self._episodes.get(episode.number) is episode
