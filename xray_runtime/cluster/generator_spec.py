@@ -9,7 +9,7 @@ from pathlib import Path
 from xray_runtime.engines.layouts import GeneratorConfig
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.generator")
-"""Modules that run it, so that a stage's key digests the code."""
+"""Modules that run it, so that a stage's key digests their code."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xray_runtime.models.objectives import Objective
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.learner")
-"""Modules that run it, so that a stage's key digests the code."""
+"""Modules that run it, so that a stage's key digests their code."""
 
 
 @dataclass(frozen=True)

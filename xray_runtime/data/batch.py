@@ -212,7 +212,7 @@ KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBat
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Counts over a whole optimizer step, all its micro-batches and ranks, which each micro-batch must know.
+    """Counts over all micro-batches and ranks of an optimizer step, and values that all of them share.
 
     A loss that is divided by a count that nobody gave is NaN, and engines skip such a step.
     """

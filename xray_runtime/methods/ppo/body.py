@@ -46,7 +46,7 @@ from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.methods.ppo.models import model_specs, one_trunk, own_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
-from xray_runtime.methods.ppo.step_scores import StepScoring, applies
+from xray_runtime.methods.ppo.step_scores import step_scoring
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -128,7 +128,6 @@ class _Loop:
     validation: Validation
     ledger: Ledger
     state: Resumable
-    max_mismatch: float
 
     def sampling_turn(self) -> AbstractContextManager[None]:
         """The generator's turn on GPUs that it shares; a sync comes before the next, unless prompts are replaced."""
@@ -140,8 +139,10 @@ class _Loop:
         """(scaled reward of each reply [B], what the update learns from)."""
         config = self.stage.config
         rewards = scaled_rewards(config, self.rewards, scored.sources, self.moments)
+        # With a lag, the rollout's policy is not the trainer's: a probe is checked instead.
+        limit = math.inf if config.lag else config.mismatch_limit(self.stage.runtime.device)
         given = scored.text, scored.rollout, scored.scores, rewards
-        return rewards, build_experience(config, *given, self.kl.coef, self.estimator, self.max_mismatch)
+        return rewards, build_experience(config, *given, self.kl.coef, self.estimator, limit)
 
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
         """Gold score of each reply; None without `gold`."""
@@ -167,10 +168,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs = model_specs(stage, rewards, limit)
-    step_scoring = StepScoring(stage) if applies(config) else None
-    if step_scoring is not None:
-        specs = step_scoring.specs(specs)
+    specs, first_step = step_scoring(stage, model_specs(stage, rewards, limit))
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
@@ -197,11 +195,11 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             rewards=rewards,
             scorer=Scorer(
                 *(models, config, rewards, tokenizer, stops, prompts),
-                None if step_scoring is None else step_scoring.scored_before,
+                None if first_step is None else first_step.scored_before,
                 one_trunk(config, specs),
             ),
             estimator=estimator,
-            updater=Updater(stage, models, skipped, step_scoring),
+            updater=Updater(stage, models, skipped, first_step),
             kl=kl,
             moments=moments,
             skipped=skipped,
@@ -210,8 +208,6 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             validation=validation,
             ledger=ledger,
             state=Resumable(recorder, trained_models(models), keep_files, **state),
-            # With a lag, the rollout's policy is not the trainer's: a probe is checked instead.
-            max_mismatch=math.inf if config.lag else config.mismatch_limit(stage.runtime.device),
         )
 
 

@@ -48,7 +48,7 @@ class Experience:
     """Mean |log-probability difference| between generator and policy, in nats per token."""
     metrics: dict[str, float]
     max_mismatch: float
-    """See `check_mismatch`."""
+    """The limit of `check_mismatch`."""
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""The models of a `ppo` stage. `roles` says which there are, and their layouts."""
+"""The contents of the models of a `ppo` stage. `roles` says which there are, and their layouts."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PolicyForward(Forward[PolicyBatch[Tensor]]):
-    """The tensors of a micro-batch that the components of policy and critic read, [R] each."""
+    """The tensors that components of policy and critic read, [R] each."""
 
     def __init__(self, module: HeadedLM, rows: PolicyBatch[Tensor], config: PPOStageConfig) -> None:
         super().__init__(module, rows)

@@ -39,18 +39,20 @@ def applies(config: PPOConfig) -> bool:
     return not in_reward and config.critic_in_use != "shared" and config.trainable_layers is None
 
 
+def step_scoring(stage: Stage[PPOConfig, PPOInputs], specs: Specs) -> tuple[Specs, StepScoring | None]:
+    """(the models, with a policy that scores rows in a step, what the first step does), where this applies."""
+    policy = specs["policy"]
+    if not applies(stage.config) or not isinstance(policy, ModelSpec):
+        return specs, None
+    assert isinstance(policy.objective, PPOObjective)
+    return specs | {"policy": replace(policy, objective=StepScored(policy.objective))}, StepScoring(stage)
+
+
 class StepScoring:
     """An `update.FirstStep` that scores its own rows."""
 
     def __init__(self, stage: Stage[PPOConfig, PPOInputs]) -> None:
         self._stage, self._config = stage, stage.config
-
-    def specs(self, specs: Specs) -> Specs:
-        """The models, with a policy that scores rows in a step."""
-        policy = specs["policy"]
-        assert isinstance(policy, ModelSpec)
-        assert isinstance(policy.objective, PPOObjective)
-        return specs | {"policy": replace(policy, objective=StepScored(policy.objective))}
 
     def scored_before(self, rows: TextBatch, iteration: int) -> np.ndarray:
         """Those outside the first minibatch, as it is if all get a reward; all, if tied groups may be replaced before

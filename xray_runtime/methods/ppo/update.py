@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FirstStep(Protocol):
-    """An attachment to the first step of an update."""
+    """A hook around an update's first step."""
 
     def scored_before(self, rows: TextBatch, iteration: int) -> np.ndarray:
         """Which rows of a rollout the policy must score before the update."""

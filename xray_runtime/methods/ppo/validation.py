@@ -126,7 +126,7 @@ class Validation:
         self.score(models, replies, version)
 
     def record(self) -> dict[str, Any]:
-        """The record that the checkpoint keeps, besides the scores."""
+        """Facts for the checkpoint, besides the scores."""
         if self._config is None:
             return {}
         return {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}

@@ -70,7 +70,7 @@ class _RewardModel(Method):
     """All chosen replies, then all rejected ones."""
     baseline: float
     scores: tuple[np.ndarray, np.ndarray] = field(init=False)
-    """Scores of the held-out chosen and rejected replies, as they were last evaluated."""
+    """Last scores of the held-out chosen and rejected replies."""
     name = "reward_model"
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:

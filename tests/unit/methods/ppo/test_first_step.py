@@ -11,10 +11,9 @@ import pytest
 from tests.unit.methods.ppo.loop import REPLIES, World, attempt, plain
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.methods.common.inputs import PPOInputs
-from xray_runtime.methods.ppo import body
+from xray_runtime.methods.ppo import step_scores
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
-from xray_runtime.methods.ppo.step_scores import applies
 from xray_runtime.rewards.config import reward_term
 
 GRPO: dict[str, Any] = {
@@ -28,7 +27,7 @@ GRPO: dict[str, Any] = {
 
 
 def scored_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "applies", lambda config: False)
+    monkeypatch.setattr(step_scores, "applies", lambda config: False)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -119,4 +118,4 @@ def test_a_generator_that_computes_another_policy_fails_after_the_first_step(inp
     ],
 )
 def test_when_the_policy_need_not_score(fields: dict[str, Any], expected: bool) -> None:
-    assert applies(PPOConfig(**fields)) is expected
+    assert step_scores.applies(PPOConfig(**fields)) is expected

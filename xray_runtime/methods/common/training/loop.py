@@ -40,7 +40,7 @@ class Trained:
 
 
 class Method:
-    """The parts of the loop that a method defines. Its metrics are `name/…`."""
+    """A method's part of the loop. Its metrics are `name/…`."""
 
     name: ClassVar[str]
     evaluations: ClassVar[int] = 8

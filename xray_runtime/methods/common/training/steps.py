@@ -32,7 +32,7 @@ class StepStatistics:
     """A model's report on one optimizer step."""
 
     sums: Mapping[str, float]
-    """Sums that the components of its loss log, over all rows; `data.columns.STATISTICS` lists them."""
+    """Sums over all rows that the components of its loss log; `data.columns.STATISTICS` lists them."""
     grad_norm: float
     refused_by: int | None = None
     """First rank whose loss is not finite; None if all are."""
