@@ -86,7 +86,7 @@ class FSDP2Engine(FSDP2Scorer):
         self.turn, self._grad_clip = (dist.get_rank(), dist.get_world_size()), training.grad_clip
         self._parameters = {states.hugging_face_name(name): p for name, p in sharded_parameters(module)}
         self._rows = {name: nn.Parameter(own_rows(p)) for name, p in self._parameters.items()}
-        """What the optimizers step."""
+        """The tensors that the optimizers step."""
         of_parameter = {id(p): self._rows[name] for name, p in self._parameters.items() if name not in names}
         groups = decay_groups(module, training.weight_decay)
         for group in groups:
