@@ -34,7 +34,8 @@ from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.pretrained_shapes import from_pretrained
-from xray_runtime.ops.planner.memory import Layout, Memory, Options, sharding_of, training_memory
+from xray_runtime.ops.planner.memory import Layout, Memory, Options, training_memory
+from xray_runtime.ops.planner.model_states import sharding_of
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64

@@ -80,10 +80,9 @@ class Deployment:
         return entry
 
 
-def shipped() -> list[Deployment]:
-    """X-ray's own: those in QUEUE train, the others take minutes at most."""
-    config = read_mapping(CONFIGS / "quickstart.yaml")
-    quickstart, model = {"config": config}, f"{config['project']}-policy"
+def trainings() -> list[Deployment]:
+    """X-ray's own that train, one at a time."""
+    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
     return [
         Deployment(
@@ -118,6 +117,14 @@ def shipped() -> list[Deployment]:
             queue=QUEUE,
             extra="ops",
         ),
+    ]
+
+
+def short_flows() -> list[Deployment]:
+    """X-ray's own that take minutes at most."""
+    config = read_mapping(CONFIGS / "quickstart.yaml")
+    model = f"{config['project']}-policy"
+    return [
         Deployment(
             "audit",
             "xray.flows.audit.audit",
@@ -129,7 +136,7 @@ def shipped() -> list[Deployment]:
             "plan",
             "xray.flows.plan.plan",
             "Show where the models of a config would run, and what memory they need.",
-            quickstart,
+            {"config": config},
             has_output=False,
         ),
         Deployment(
@@ -158,7 +165,7 @@ def shipped() -> list[Deployment]:
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every deployment, as an entry of prefect.yaml. Raises ValueError: two have one name."""
     by_name: dict[str, Deployment] = {}
-    for each in (*shipped(), *(point.load() for point in entry_points(group="xray.deployments"))):
+    for each in (*trainings(), *short_flows(), *(point.load() for point in entry_points(group="xray.deployments"))):
         if each.name in by_name:
             raise ValueError(f"deployment {each.name!r} is defined twice: {by_name[each.name].flow}, {each.flow}")
         by_name[each.name] = each

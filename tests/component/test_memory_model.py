@@ -25,7 +25,8 @@ from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.pretrained_shapes import from_pretrained
-from xray_runtime.ops.planner.memory import Layout, Memory, scoring_memory, sharding_of, training_memory
+from xray_runtime.ops.planner.memory import Layout, Memory, scoring_memory, training_memory
+from xray_runtime.ops.planner.model_states import sharding_of
 from xray_runtime.ops.planner.workload import training_options
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

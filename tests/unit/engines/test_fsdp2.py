@@ -16,7 +16,8 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.loading import validate
 from xray_runtime.models.shapes import ModelShape
 from xray_runtime.ops.planner.auto import Changes, choose_layouts
-from xray_runtime.ops.planner.memory import Layout, Options, sharding_of, training_memory
+from xray_runtime.ops.planner.memory import Layout, Options, training_memory
+from xray_runtime.ops.planner.model_states import sharding_of
 
 FSDP2 = {"library": "fsdp2"}
 GIB = 2**30

@@ -35,10 +35,9 @@ from xray_runtime.ops.planner.memory import (
     layer_activation_bytes,
     logit_bytes,
     scoring_memory,
-    sharding_of,
     training_memory,
 )
-from xray_runtime.ops.planner.model_states import model_states
+from xray_runtime.ops.planner.model_states import model_states, sharding_of
 from xray_runtime.ops.planner.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
 
 SHARDING = sharding_of("deepspeed")

@@ -17,10 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from xray_runtime.engines.capabilities import Sharding
-from xray_runtime.engines.layouts import TRAINERS, EngineConfig
-from xray_runtime.kernel.plugs import able, unsupported
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
-from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, gathered_bytes, kept_bytes, model_states
+from xray_runtime.ops.planner.model_states import (
+    FLOAT32_BYTES,
+    gathered_bytes,
+    kept_bytes,
+    model_states,
+    sharding_of,
+)
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
@@ -73,15 +78,6 @@ class Options:
     """The lowest ZeRO stage that supports these options."""
     sharding: Sharding = field(default_factory=lambda: sharding_of(EngineConfig.default))
     """The cost of its trainer's sharding."""
-
-
-def sharding_of(library: str) -> Sharding:
-    """The cost in memory of a trainer's sharding. Raises ValueError: the planner cannot know."""
-    capabilities = TRAINERS.get(library).capabilities
-    if capabilities.sharding is None:
-        where = "runtime.parallel = 'auto'"
-        raise ValueError(unsupported(f"library = {library!r}", where, able(TRAINERS, "sharding")))
-    return capabilities.sharding
 
 
 PLAIN = Options()

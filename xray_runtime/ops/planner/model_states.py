@@ -6,9 +6,20 @@ After ZeRO (Rajbhandari et al. 2020, §3 and §5), with DeepSpeed's own copies.
 from __future__ import annotations
 
 from xray_runtime.engines.capabilities import Sharding
+from xray_runtime.engines.layouts import TRAINERS
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.shapes import ModelShape
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
+
+
+def sharding_of(library: str) -> Sharding:
+    """The cost in memory of a trainer's sharding. Raises ValueError: the planner cannot know."""
+    capabilities = TRAINERS.get(library).capabilities
+    if capabilities.sharding is None:
+        where = "runtime.parallel = 'auto'"
+        raise ValueError(unsupported(f"library = {library!r}", where, able(TRAINERS, "sharding")))
+    return capabilities.sharding
 
 
 def optimizer_bytes(weight_bytes: int, zero_stage: int, sharding: Sharding) -> int:

@@ -16,10 +16,9 @@ from xray_runtime.ops.planner.memory import (
     Options,
     generation_memory,
     scoring_memory,
-    sharding_of,
     training_memory,
 )
-from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, HALF_BYTES
+from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, HALF_BYTES, sharding_of
 from xray_runtime.ops.planner.sync_memory import receiving_bytes, sending_bytes
 
 CACHED_SEQUENCES, CACHED_TOKENS = 8, 16_384
