@@ -19,7 +19,13 @@ from dataclasses import dataclass, field, replace
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
-from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, kept_bytes, model_states, sharding_of
+from xray_runtime.ops.planner.model_states import (
+    FLOAT32_BYTES,
+    gathered_bytes,
+    kept_bytes,
+    model_states,
+    sharding_of,
+)
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
@@ -241,7 +247,8 @@ def training_memory(
         memory,
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
-        buffers=memory.buffers + _gathered_bytes(shape, held, weight_bytes, layout, sharding, options.offload),
+        buffers=memory.buffers
+        + gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding, offload=options.offload),
     )
 
 
@@ -260,7 +267,7 @@ def scoring_memory(
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
-        buffers=_gathered_bytes(shape, held, weight_bytes, layout, sharding),
+        buffers=gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
@@ -335,15 +342,3 @@ def _loading_bytes(
     elif sharding.keeps_gradients and layout.zero_stage == 1 and float32_sums:
         states += FLOAT32_BYTES * trained
     return max(reading, flat, states + reading)
-
-
-def _gathered_bytes(
-    shape: ModelShape, held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False
-) -> int:
-    # Level 3 gathers the parameters it computes with, and keeps those it needs again soon.
-    if layout.zero_stage < 3 or (layout.dp == 1 and not offload):
-        return 0
-    most = sharding.gathered_elements
-    if sharding.gathered_layers is not None:
-        most = held - max(0, shape.num_layers - sharding.gathered_layers) * shape.layer_parameters()
-    return min(held, most) * weight_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import TRAINERS
 from xray_runtime.kernel.plugs import able, unsupported
+from xray_runtime.models.shapes import ModelShape
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 
@@ -72,3 +73,22 @@ def model_states(
     gradients = num_trained * gradient_bytes(weight_bytes, zero_stage, float32_sums) / (dp if zero_stage >= 2 else 1)
     optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage, sharding) / (dp if zero_stage >= 1 else 1)
     return weights, gradients, optimizer
+
+
+def gathered_bytes(
+    shape: ModelShape,
+    held: int,
+    weight_bytes: int,
+    zero_stage: int,
+    dp: int,
+    sharding: Sharding,
+    *,
+    offload: bool = False,
+) -> int:
+    """Level 3 gathers the parameters it computes with, of the `held` ones, and keeps those it needs again soon."""
+    if zero_stage < 3 or (dp == 1 and not offload):
+        return 0
+    most = sharding.gathered_elements
+    if sharding.gathered_layers is not None:
+        most = held - max(0, shape.num_layers - sharding.gathered_layers) * shape.layer_parameters()
+    return min(held, most) * weight_bytes

@@ -29,7 +29,7 @@ class FSDP2(Trainer):
         lora=True,
         trainable_layers=True,
         scoring=True,
-        # Planned for AdamW: Muon has one moment a hidden matrix instead of two.
+        # Plans assume AdamW; Muon has one moment a hidden matrix instead of two.
         sharding=Sharding(levels=(2, 3), gathered_layers=2),
     )
 

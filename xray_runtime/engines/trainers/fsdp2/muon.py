@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The quintic a·x + b·x³ + c·x⁵ whose iterations take singular values from (0, 1] to about [0.7, 1.2]."""
+"""The quintic a·x + b·x³ + c·x⁵, whose iterations take singular values from (0, 1] to about [0.7, 1.2]."""
 NUM_ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 MOMENTUM = "momentum_buffer"
