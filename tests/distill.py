@@ -47,7 +47,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     from xray_runtime.kernel.seeding import derive_seed
     from xray_runtime.methods.common.training.dataset import max_prompt_tokens
     from xray_runtime.methods.common.training.resumable import Resumable
-    from xray_runtime.methods.common.training.steps import SFTSums, read_step
+    from xray_runtime.methods.common.training.steps import read_step
     from xray_runtime.models.causal_lm import load_tokenizer
     from xray_runtime.models.objectives import SFTObjective
 
@@ -67,8 +67,8 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
             likely = batch.take(np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
             tokens = likely.num_response_tokens()
             totals, lr = StepTotals.of(likely), learning_rate(config, step, config.steps)
-            made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
-            recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)
+            made = read_step(get(models["student"].train.remote(likely, totals, lr)))
+            recorder.metrics({"distill/loss": made.sums["nll"] / tokens}, step)
             recorder.progress(step + 1, config.steps, "steps")
             state.step_done(step + 1, config.steps)
         get(models["student"].save.remote(out))

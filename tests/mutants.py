@@ -76,7 +76,7 @@ GUARDS = {
     "kernel/store/content_digest": "kernel/store/test_content_digest.py",
     "kernel/store/digest_memory": "kernel/store/test_digest_memory.py kernel/store/test_content_digest.py",
     "kernel/store/identity": "kernel/store/test_identity.py",
-    "kernel/store/manifest": "kernel/store/test_identity.py",
+    "kernel/store/manifest": "kernel/store/test_identity.py kernel/store/test_store.py",
     "kernel/store/shared": "kernel/store/test_shared.py",
     "kernel/store/snapshots": "kernel/store/test_snapshots.py kernel/store/test_shared.py",
     "methods/common/training/finite": "methods/training/test_non_finite_steps.py",

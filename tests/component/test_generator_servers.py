@@ -33,6 +33,8 @@ RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 MAX_LENGTH = 32
 KEY = "sesame"
+MEMORY = SharedWriter()
+"""Holds the weights of all updates."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def replies(generation: Generation, version: int, num: int = 24) -> ReplyBatch:
 
 def weights(directory: Path, scale: float, version: int, names: Callable[[str], bool] = bool) -> WeightUpdate:
     held = load_file(directory / "model.safetensors").items()
-    return pack([(name, tensor * scale) for name, tensor in sorted(held) if names(name)], version, SharedWriter())
+    return pack([(name, tensor * scale) for name, tensor in sorted(held) if names(name)], version, MEMORY)
 
 
 def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) -> None:
@@ -86,7 +88,7 @@ def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) 
     # Weights that a server refuses change nothing.
     held = load_file(tiny_model / "model.safetensors")
     with pytest.raises(NoServersError, match="no server took version 3"):
-        remote.weights.load(pack([("model.norm.weight", held["model.norm.weight"][:-1])], 3, SharedWriter()))
+        remote.weights.load(pack([("model.norm.weight", held["model.norm.weight"][:-1])], 3, MEMORY))
     same(replies(remote, 2), replies(local, 2))
 
     # Another run takes one of the servers: its weights are never sampled from, nor changed in part.

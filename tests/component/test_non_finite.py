@@ -51,6 +51,11 @@ def with_value(rows: TextBatch, column: str, value: float) -> TextBatch:
     return rows.with_columns(**{column: old.like(values)})
 
 
+def burst(module: torch.nn.Module, inputs: Any, out: torch.Tensor) -> None:
+    """Has the gradient of a module's output be infinite."""
+    out.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+
+
 def steps(
     learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], inject: bool
 ) -> dict[str, Any]:
@@ -74,9 +79,9 @@ def steps(
     if inject:
         # A finite loss whose gradient is not, on one rank alone.
         before = weights()
-        parameter = next(p for p in learner.module.parameters() if p.requires_grad)
+        trained = (m for m in learner.module.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
         if learner.rank_info.rank == 0:
-            hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+            hook = next(trained).register_forward_hook(burst)
         stats = train(batches[1])
         if learner.rank_info.rank == 0:
             hook.remove()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, RedirectResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -16,6 +16,7 @@ from xray.studio.access import Access, Fields
 from xray.studio.studio import Studio, page
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.report.rendering import TEMPLATES
 from xray_runtime.trust.gates import NotPromoted
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
             return PlainTextResponse(line, 422)
 
     app.middleware("http")(replace(access, damaged=damaged))
+
+    @app.get("/static/common.css")
+    def common_style() -> Response:
+        return FileResponse(TEMPLATES / "common.css")
+
     app.mount("/static", StaticFiles(directory=STATIC))
     for pages in studio.pages:
         app.include_router(pages.router)

@@ -151,11 +151,7 @@ class TemplateText:
         return f"{self._slot_prefix}{number:06}"
 
     def _apply(
-        self,
-        messages: Messages,
-        tools: Any,
-        prompt: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
+        self, messages: Messages, tools: Any, prompt: bool, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 

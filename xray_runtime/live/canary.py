@@ -6,8 +6,7 @@ import getpass
 from pathlib import Path
 
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.evidence.canary_config import CanaryConfig
-from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryEnded
+from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryConfig, CanaryEnded
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import LogView, lock
 from xray_runtime.kernel.history.evidence import evidence

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.kernel.config.section import Count, Section
-from xray_runtime.kernel.evidence.canary_config import CanaryConfig
+from xray_runtime.kernel.evidence.kinds.canary import CanaryConfig
 from xray_runtime.methods.curate.config import CurateConfig
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig

@@ -127,7 +127,7 @@ class LifecycleConfig(Section):
     def trained(self) -> dict[str, TrainingConfig]:
         """Path of each section with training fields → the section."""
         stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo_stages)}
-        sections = {"sft": self.sft, "reward": self.reward, "dpo": self.dpo, **stages}
+        sections = {name: getattr(self, name) for name in type(self).model_fields} | stages
         return {name: section for name, section in sections.items() if isinstance(section, TrainingConfig)}
 
     @property

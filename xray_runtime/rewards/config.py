@@ -108,6 +108,11 @@ class JudgingConfig(GoldConfig):
     """The layout of models that only score."""
 
     @property
+    def replies_per_prompt(self) -> int:
+        """Replies to one prompt, which sources may compare."""
+        return 1
+
+    @property
     def terms(self) -> dict[str, list[Term]]:
         """Field → the sources in it."""
         return {"rewards": self.rewards}

@@ -28,6 +28,7 @@ from xray_runtime.kernel.store.checkpoints import inspect
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
 from xray_runtime.rewards.external_rewards import recorded_sources
@@ -152,8 +153,9 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
         if damages:
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
     # An agent does not run again: neither its function nor its directory is read.
-    agent = getattr(getattr(config, "environment", None), "agent", None)
-    for name in (name for name in kind.functions_of(config) if name != agent):
+    played = environment_of(config)
+    agent = played.called_functions if isinstance(played, AgentConfig) else ()
+    for name in (name for name in kind.functions_of(config) if name not in agent):
         try:
             import_function(name, "function")
         except ValueError as error:
@@ -216,7 +218,7 @@ def restore_recorded(checkpoint: Path, config: Any, iteration: int | None, journ
         ConfigError: a file of the checkpoint is damaged.
     """
     last = iteration if iteration is not None else max(iterations(checkpoint / LEDGER), default=0)
-    environment = getattr(config, "environment", None)
+    environment = environment_of(config)
     try:
         found = restore_answers(checkpoint, journal)
         if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):

@@ -434,26 +434,14 @@ def test_a_mark_at_the_first_token_is_no_longer_than_it_is() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
-        (
-            PLAIN_CHATML.replace("message['content']", "message['content'] | upper"),
-            None,
-            CHANGED,
-        ),
-        (
-            PLAIN_CHATML.replace("message['content']", "message['content'][:3]"),
-            None,
-            CHANGED,
-        ),
+        (PLAIN_CHATML.replace("message['content']", "message['content'] | upper"), None, CHANGED),
+        (PLAIN_CHATML.replace("message['content']", "message['content'][:3]"), None, CHANGED),
         (
             PLAIN_CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"),
             [said("user", "x"), said("assistant", "so</think>y")],
             r"changes what message 2 \(assistant\) says",
         ),
-        (
-            PLAIN_CHATML.replace("messages %}", "messages[1:] %}"),
-            None,
-            CHANGED,
-        ),
+        (PLAIN_CHATML.replace("messages %}", "messages[1:] %}"), None, CHANGED),
         (
             PLAIN_CHATML.replace("<|im_end|>", "\n\n"),
             None,

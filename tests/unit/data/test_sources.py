@@ -63,11 +63,7 @@ def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str
     ("record", "context", "expected"),
     [
         ({"prompt": " hi\n there", "completion": "yo  you"}, 1, [([user(" hi\n there")], "yo  you")]),
-        (
-            {"prompt": [SYSTEM, user("hi")], "completion": [assistant("yo")]},
-            1,
-            [([SYSTEM, user("hi")], "yo")],
-        ),
+        ({"prompt": [SYSTEM, user("hi")], "completion": [assistant("yo")]}, 1, [([SYSTEM, user("hi")], "yo")]),
         (
             {"messages": [SYSTEM, user("a"), assistant("b"), user("c"), assistant("d")]},
             1,

@@ -84,7 +84,7 @@ for changes in (
     {"runtime": {"generator_sleeps": True}, "generator": {"engine": "far"}},
 ):
     try:
-        validate(changes)
+        recorded_graph(validate(changes))
     except ConfigError as error:
         print(error)
 """
@@ -112,7 +112,7 @@ def test_engines_of_others_are_as_ours(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         f"sft.engine: tensor_parallel = 2 is not supported with library = 'theirs' ({', '.join(split)} can)",
         f"sft.engine: zero_stage is not supported with library = 'theirs' ({', '.join(sharded)} can)",
-        "runtime.generator_sleeps = True is not supported with generator.engine = 'far' (vllm can)",
+        "preferences: runtime.generator_sleeps = True is not supported with generator.engine = 'far' (vllm can)",
     ]
 
 

@@ -88,7 +88,7 @@ def test_damage_on_the_way_is_noticed(damage: Callable[[list[Any]], object], mes
 )
 def test_what_servers_cannot_do_is_refused(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(None, [*SERVER, *changes])
+        recorded_graph(load_config(None, [*SERVER, *changes]))
 
 
 def test_a_run_whose_servers_do_not_answer_does_not_begin() -> None:

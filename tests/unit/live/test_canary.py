@@ -19,8 +19,7 @@ from tests.unit.trust.synthetic import NAME
 from xray.flows.cycles import CANARY, Cycle, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.evidence.canary_config import CanaryConfig
-from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary
+from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary, CanaryConfig
 from xray_runtime.kernel.evidence.log import LOG, view
 from xray_runtime.kernel.history.recorded_rows import RECORDED, segment_name
 from xray_runtime.kernel.history.reference import open_lineage_store, resolve

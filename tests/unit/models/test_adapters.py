@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.unit.conftest import TINY
+from tests.unit.models.families import model
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.heads import HeadedLM
@@ -90,19 +90,8 @@ def test_layers_that_cannot_have_adapters(lm: Any, checkpoint: Path, name: str, 
 
 
 def mixture(family: str, **fields: Any) -> Any:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-    }
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = transformers.AutoConfig.for_model(
-        family, **(sizes | experts | {"vocab_size": 300, "pad_token_id": 0, "num_key_value_heads": 2} | fields)
-    )
-    torch.manual_seed(1)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return model(family, vocab_size=300, **(experts | fields)).float()
 
 
 @pytest.mark.parametrize(

@@ -155,36 +155,6 @@ def test_the_score_is_the_one_that_transformers_gives(
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: merge it first"),
-        (lambda d: edit_config(d, quantization_config={"quant_method": "awq"}), "is quantized (awq)"),
-        (lambda d: edit_config(d, num_hidden_layers=1), "has weights that it lacks: model.layers.1"),
-    ],
-)
-def test_files_that_hold_something_else_are_refused(
-    make: Make, tmp_path: Path, damage: Callable[[Path], Any], reason: str
-) -> None:
-    source = make()
-    damage(source)
-    with pytest.raises(ValueError, match=r"^judge\.model: ") as caught:
-        load_classifier(str(source), "judge.model")
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_attention_that_is_capped_is_refused(make: Make) -> None:
-    """`sdpa` ignores the cap."""
-    with pytest.raises(ValueError, match=r"^judge\.model: .* it changes attention by softcap"):
-        load_classifier(str(make("Gemma2", head_dim=16)), "judge.model")
-
-
-def edit_config(directory: Path, **fields: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def test_it_reads_whole_conversations_under_its_own_template(make: Make, tmp_path: Path, tokenizer: Any) -> None:
     source, out = make("Qwen3", head_dim=16), tmp_path / "out"
     reward_base(source, out)
@@ -292,27 +262,47 @@ def without_head(directory: Path) -> None:
 
 
 ALLOWED = "must be a sequence-classification model with one label, on a causal trunk that transformers knows"
+JUDGES: dict[str, tuple[dict[str, Any], Callable[[Path], Any], str]] = {
+    "no head": ({}, without_head, f"is not allowed: it has no weights for score.weight; {ALLOWED}"),
+    "causal LM": (
+        {},
+        lambda d: edit(d / "config.json", architectures=["LlamaForCausalLM"]),
+        f"is not allowed: it is a LlamaForCausalLM; {ALLOWED}",
+    ),
+    "no safetensors": ({}, lambda d: (d / "model.safetensors").write_bytes(b"not weights at all"), "cannot be loaded"),
+    "no template": ({}, lambda d: (d / "chat_template.jinja").unlink(), "has no chat template"),
+    "no end token": (
+        {},
+        lambda d: edit(d / "tokenizer_config.json", eos_token=None),
+        "has no end-of-sequence token",
+    ),
+    "an adapter": ({}, lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: merge it first"),
+    "quantized": (
+        {},
+        lambda d: edit(d / "config.json", quantization_config={"quant_method": "awq"}),
+        "is quantized (awq)",
+    ),
+    "a layer more": (
+        {},
+        lambda d: edit(d / "config.json", num_hidden_layers=1),
+        "has weights that it lacks: model.layers.1",
+    ),
+    "labels": ({"num_labels": 3}, lambda _: None, f"is not allowed: it has 3 labels; {ALLOWED}"),
+    "encoder": (
+        {"family": "Bert"},
+        lambda _: None,
+        f"it is a BertForSequenceClassification, which has no linear score head; {ALLOWED}",
+    ),
+    # `sdpa` ignores the cap.
+    "capped": ({"family": "Gemma2", "head_dim": 16}, lambda _: None, "it changes attention by softcap"),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "finding"),
-    [
-        (without_head, f"is not allowed: it has no weights for score.weight; {ALLOWED}"),
-        (
-            lambda d: edit(d / "config.json", architectures=["LlamaForCausalLM"]),
-            f"is not allowed: it is a LlamaForCausalLM; {ALLOWED}",
-        ),
-        (lambda d: (d / "model.safetensors").write_bytes(b"not weights at all"), "cannot be loaded"),
-        (lambda d: (d / "config.json").write_text("{"), "cannot be loaded"),
-        (lambda d: (d / "chat_template.jinja").unlink(), "has no chat template"),
-        (lambda d: edit(d / "tokenizer_config.json", eos_token=None), "has no end-of-sequence token"),
-    ],
-    ids=["no head", "causal LM", "no safetensors", "no JSON", "no template", "no end token"],
-)
+@pytest.mark.parametrize(("fields", "damage", "finding"), JUDGES.values(), ids=list(JUDGES))
 def test_a_model_that_cannot_judge_is_refused_in_one_line(
-    make: Make, damage: Callable[[Path], None], finding: str
+    make: Make, fields: dict[str, Any], damage: Callable[[Path], Any], finding: str
 ) -> None:
-    directory = make()
+    directory = make(**fields)
     damage(directory)
     refused(directory, finding)
 
@@ -323,14 +313,6 @@ def refused(model: Path | str, finding: str) -> None:
     assert str(caught.value).startswith("judge.model: ")
     assert str(model) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_more_labels_than_one_are_refused(make: Make) -> None:
-    refused(make(num_labels=3), f"is not allowed: it has 3 labels; {ALLOWED}")
-
-
-def test_an_encoder_is_refused(make: Make) -> None:
-    refused(make("Bert"), f"it is a BertForSequenceClassification, which has no linear score head; {ALLOWED}")
 
 
 def test_a_score_that_is_made_otherwise_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,11 +241,7 @@ def test_a_function_is_given_the_reasoning_apart_from_the_answers() -> None:
         return [1.0] * len(replies)
 
     FunctionSource(both, "f", 5.0, 0).score(THOUGHT)
-    assert seen == {
-        "replies": list(THOUGHT.replies),
-        "reasoning": ["7, no: 2", None, "7"],
-        "answers": ["2", "5", ""],
-    }
+    assert seen == {"replies": list(THOUGHT.replies), "reasoning": ["7, no: 2", None, "7"], "answers": ["2", "5", ""]}
 
 
 @pytest.mark.parametrize("name", ["reasoning", "answers"])

@@ -102,7 +102,7 @@ def test_an_open_studio_demands_its_token(output: Path) -> None:
     client = studio(output, token="a long token")
     reply = client.get("/")
     assert (reply.status_code, reply.headers["location"]) == (303, "/login")
-    assert client.get("/static/studio.css").status_code == 200
+    assert {client.get(f"/static/{name}.css").status_code for name in ("common", "studio")} == {200}
     assert client.get("/rollouts", headers={"hx-request": "true"}).headers["hx-redirect"] == "/login"
     assert client.post("/audit").status_code == 401
     assert client.post("/login", data={"token": "a long tokem"}).status_code == 401

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-EVERY = 4
-
 
 def sweep(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     """(row, column) of every cell; each row and each column has a cell that is not long."""
@@ -18,8 +16,3 @@ def sweep(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
         for m, row in enumerate(rows)
         for n, column in enumerate(columns)
     ]
-
-
-def sampled(cases: Sequence[str]) -> list[Any]:
-    """All cases; those but every `EVERY`th are long."""
-    return [pytest.param(case, marks=() if n % EVERY == 0 else pytest.mark.long) for n, case in enumerate(cases)]

@@ -122,7 +122,7 @@ class Verifier:
         if not envelope.signatures:
             raise SignatureProblem("missing", "there is no signature")
         if len(envelope.signatures) > 1 or envelope.payload_type != PAYLOAD_TYPE:
-            raise SignatureProblem("malformed", "it has several signatures, or is no statement")
+            raise SignatureProblem("malformed", "it must have one signature, over an in-toto statement")
         [keyid] = envelope.signatures
         key = self._keys.get(keyid)
         if key is None:
@@ -171,7 +171,7 @@ def sign(record: InTotoRecord[Any], *private: bytes) -> bytes:
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     envelope = Envelope(text.encode(), PAYLOAD_TYPE, {})
     for pem in private:
-        envelope.sign(_signer(pem))
+        envelope.sign(load_private(pem))
     return json.dumps(envelope.to_dict(), sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
@@ -190,7 +190,10 @@ def read_envelope(text: bytes, keyid: str | None = None) -> Envelope:
             raise SignatureProblem("malformed", OLD_FORMAT)
         if keyid is not None:
             content["signatures"] = [signature | {"keyid": keyid} for signature in content["signatures"]]
-        return Envelope.from_dict(content)
+        envelope = Envelope.from_dict(content)
+        if not all(isinstance(name, str) for name in envelope.signatures):
+            raise TypeError
+        return envelope
     except SignatureProblem:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Error) as error:
@@ -216,6 +219,17 @@ def load_public(pem: bytes) -> SSlibKey:
     return _public(key)
 
 
+@lru_cache(maxsize=8)
+def load_private(pem: bytes) -> CryptoSigner:
+    """A private key. Raises ValueError or TypeError where it is no unencrypted elliptic-curve one in PEM."""
+    from securesystemslib.signer import CryptoSigner
+
+    key = serialization.load_pem_private_key(pem, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("not an elliptic-curve private key")
+    return CryptoSigner(key, _public(key.public_key()))
+
+
 def new_private_key() -> bytes:
     """A new elliptic-curve private key in PEM."""
     return ec.generate_private_key(ec.SECP256R1()).private_bytes(
@@ -225,17 +239,7 @@ def new_private_key() -> bytes:
 
 def public_half(private: bytes) -> bytes:
     """The public half of a private key, both in PEM. Raises ValueError where that is no elliptic-curve key."""
-    return TrustedKey(_signer(private).public_key).pem
-
-
-@lru_cache(maxsize=8)
-def _signer(private: bytes) -> CryptoSigner:
-    from securesystemslib.signer import CryptoSigner
-
-    key = serialization.load_pem_private_key(private, password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("not an elliptic-curve private key")
-    return CryptoSigner(key, _public(key.public_key()))
+    return TrustedKey(load_private(private).public_key).pem
 
 
 def _public(key: ec.EllipticCurvePublicKey) -> SSlibKey:

@@ -1,4 +1,4 @@
-"""What a signed log says: its entries, and the state that they describe.
+"""The entries of a signed log, and the state that they describe.
 
 An entry folds itself into the state, so a new kind of entry is one class in a module of `evidence.kinds`, or of another
 package (entry point `xray.log_entries`). The kinds here are those that every run writes.

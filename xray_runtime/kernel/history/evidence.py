@@ -1,4 +1,4 @@
-"""What stages, tasks and live services ask of evidence: to sign what they did, and to say what may be trusted.
+"""The interface of evidence: stages, tasks and live services sign what they did, and ask what may be trusted.
 
 `xray_runtime.trust.attesters` has the one implementation; a package of somebody else that declares an entry point
 `xray.evidence` takes its place.

@@ -22,6 +22,10 @@ class GroupsConfig(SamplingConfig, JudgingConfig):
     truncated: Literal["drop", "keep"] = "drop"
     """Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to stop there."""
 
+    @property
+    def replies_per_prompt(self) -> int:
+        return self.samples
+
 
 class BestOfNConfig(GroupsConfig):
     """The best of several sampled replies to each prompt, as data for SFT: rejection sampling (RAFT, Dong et al. 2023;

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.methods.best_of_n.config import GroupsConfig
-from xray_runtime.methods.common.environment import AgentConfig
+from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.evaluate.judge_leakage import check_judges
 from xray_runtime.methods.ppo.config import PPOConfig
@@ -40,7 +40,7 @@ def fewer_prompts(config: Any) -> Any:
 
 
 def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
-    if getattr(config, "environment", None) is not None:
+    if environment_of(config) is not None:
         check_terms(config, inputs)
         return
     if not config.rewards:
@@ -58,10 +58,9 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> Non
 
 def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
     data = dataset_config(inputs)
+    is_agent = isinstance(environment_of(config), AgentConfig)
     # Validations and evaluations sample one reply per prompt.
-    groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
-    is_agent = isinstance(getattr(config, "environment", None), AgentConfig)
-    replies = groups if where == "rewards" else 1
+    replies = config.replies_per_prompt if where == "rewards" else 1
     for number, term in enumerate(config.terms[where]):
         if term.compares and replies < 2:
             raise ValueError(

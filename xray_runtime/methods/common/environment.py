@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from xray_runtime.kernel.config.allowed_imports import check_import
-from xray_runtime.kernel.config.section import Count, Positive, Section
+from xray_runtime.kernel.config.section import Count, Positive, Section, sections
 from xray_runtime.kernel.config.sources import Source
 from xray_runtime.kernel.plugs import Registry
 from xray_runtime.methods.common.allowed_commands import check_command, check_path
@@ -173,6 +173,11 @@ AnyEnvironment = Annotated[
     Discriminator(_section_name),
 ]
 """The environment of a policy, or the agent that calls it."""
+
+
+def environment_of(config: Section) -> EnvironmentConfig | AgentConfig | None:
+    """What plays the episodes of a stage with this config; None: its replies are single ones."""
+    return next((part for _, part in sections(config) if isinstance(part, EnvironmentConfig | AgentConfig)), None)
 
 
 def check_turns(environment: EnvironmentConfig | AgentConfig, max_new_tokens: int, stop: Sequence[str]) -> None:

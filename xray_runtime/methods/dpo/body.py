@@ -6,7 +6,7 @@ The reference scores all replies once, before the first step (`reference_logprob
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from xray_runtime.methods.common.training.dataset import fitting_prompts, prefer
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import DPOSums, TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 HELDOUT_PAIRS = 256
 """Number of held-out pairs for held-out loss and accuracy."""
+SUMS = {name: name for name in ("loss", "margin", "chosen_logprobs", "rejected_logprobs")} | {"correct": "accuracy"}
+"""Sums of a step → names of their means among the metrics."""
 PURPOSE = "dpo validation"
 """Seeds the choice of validation pairs."""
 
@@ -64,7 +66,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
 
 
 @dataclass(frozen=True)
-class _DPO(Method[DPOSums]):
+class _DPO(Method):
     """Preference pairs, for `training_loop`."""
 
     config: DPOConfig
@@ -78,7 +80,6 @@ class _DPO(Method[DPOSums]):
     chosen_by: np.ndarray
     """Numbers of the pairs that `validation` leaves out."""
     name = "dpo"
-    sums = DPOSums
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         """Rows of whole pairs, so that both replies are in one micro-batch."""
@@ -89,9 +90,8 @@ class _DPO(Method[DPOSums]):
             rows = rows.with_columns(ref_chosen=reference[2 * pairs], ref_rejected=reference[2 * pairs + 1])
         return rows, StepTotals.of(rows)
 
-    def metrics(self, step: Trained[DPOSums]) -> dict[str, float]:
-        sums = {"accuracy" if name == "correct" else name: value for name, value in asdict(step.result.sums).items()}
-        means = {f"dpo/{name}": value / step.totals.rows for name, value in sums.items()}
+    def metrics(self, step: Trained) -> dict[str, float]:
+        means = {f"dpo/{shown}": step.result.sums[name] / step.totals.rows for name, shown in SUMS.items()}
         return means | {"speed/computed_tokens": step.result.computed_tokens}
 
     def heldout(self) -> dict[str, float]:

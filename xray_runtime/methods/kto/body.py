@@ -36,7 +36,7 @@ from xray_runtime.methods.common.training.dataset import fitting_prompts, prefer
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import KTOSums, TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
 
 
 @dataclass(frozen=True)
-class _KTO(Method[KTOSums]):
+class _KTO(Method):
     """Labelled replies, for `training_loop`."""
 
     config: KTOConfig
@@ -104,7 +104,6 @@ class _KTO(Method[KTOSums]):
     """Numbers of the replies that `validation` leaves out."""
     counts: dict[str, float]
     name = "kto"
-    sums = KTOSums
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         numbers = self.trained[index]
@@ -113,13 +112,13 @@ class _KTO(Method[KTOSums]):
         rows = self.rows[TRAIN].take(numbers).as_kind(LabelledBatch, **labels)
         return rows, StepTotals.of(rows, baseline=baseline)
 
-    def metrics(self, step: Trained[KTOSums]) -> dict[str, float]:
+    def metrics(self, step: Trained) -> dict[str, float]:
         sums, desirable = step.result.sums, self.desirable[self.trained[step.index]]
-        metrics = {"kto/loss": sums.loss / len(desirable), "kto/baseline": step.totals.baseline}
+        metrics = {"kto/loss": sums["loss"] / len(desirable), "kto/baseline": step.totals.baseline}
         if desirable.any():
-            metrics["kto/desirable_reward"] = sums.desirable_rewards / desirable.sum()
+            metrics["kto/desirable_reward"] = sums["desirable_rewards"] / desirable.sum()
         if not desirable.all():
-            metrics["kto/undesirable_reward"] = sums.undesirable_rewards / (~desirable).sum()
+            metrics["kto/undesirable_reward"] = sums["undesirable_rewards"] / (~desirable).sum()
         return metrics
 
     def first_metrics(self) -> dict[str, float]:

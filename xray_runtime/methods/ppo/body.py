@@ -4,9 +4,8 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time (log-probabilities that
-              only the update needs are computed in its first step);
-              with `resample_rounds`, other prompts replace those whose replies all score the same
+    score     policy, reference, critic and reward model score the replies at the same time; with
+              `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
 
@@ -46,7 +45,7 @@ from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
-from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
+from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.inputs import PPOInputs
-    from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.ppo.config import PPOConfig
 
 

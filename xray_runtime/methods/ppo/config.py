@@ -307,6 +307,10 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     chosen."""
 
     @property
+    def replies_per_prompt(self) -> int:
+        return self.samples_per_prompt
+
+    @property
     def terms(self) -> dict[str, list[Term]]:
         return {"rewards": self.rewards, "judges": self.judges}
 

@@ -8,7 +8,7 @@ Shapes: B replies, T response tokens of the longest.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,12 +25,34 @@ from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
-from xray_runtime.methods.common.sampling.types import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
     from xray_runtime.methods.ppo.config import PPOStageConfig
     from xray_runtime.rewards.reward_sources import RewardSources
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout ready for updates."""
+
+    rows: PolicyBatch
+    rollout: Rollout
+    """The replies that have a reward; likewise `ref_logprobs`."""
+    ref_logprobs: Ragged
+    num_tokens: int
+    """Number of tokens that the policy sampled."""
+    reference_kl: float
+    """Mean KL of a reply to the reference, by k1, in nats."""
+    mismatch: float
+    """Mean |log-probability difference| between generator and policy, in nats per token."""
+    metrics: dict[str, float]
+    max_mismatch: float
+    """Of `check_mismatch`."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
 
 
 def build_experience(

@@ -15,16 +15,24 @@ from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_s
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
 
+POLICY_SUMS = {
+    "policy/loss": "policy_loss",
+    "policy/entropy": "entropy_sum",
+    "policy/clip_fraction": "clip_count",
+    "policy/dual_clip_fraction": "dual_clip_count",
+    "policy/approx_kl": "approx_kl_sum",
+}
+VALUE_SUMS = {"value/loss": "value_loss", "value/clip_fraction": "value_clip_count"}
+"""Metric → the sum of a step that it is the mean of; of the critic, or else of the policy's value head."""
 MAX_NAME = 150
 """Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
-    from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.common.training.prompts import UniquePrompts
-    from xray_runtime.methods.common.training.steps import PolicySums, ValueSums
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.experience import Experience
     from xray_runtime.methods.ppo.update import Update
     from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -113,20 +121,15 @@ def update_metrics(update: Update) -> dict[str, float]:
     """Means over the steps that were taken: losses and counts per token, norms per step."""
     steps = update.steps
     taken = [step for step in steps if step.taken]
-    policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
-    values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
-    values = values or [policy.sums for policy in policies]
-    num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
-    sums = {
-        "policy/loss": [policy.sums.policy_loss for policy in policies],
-        "policy/entropy": [policy.sums.entropy_sum for policy in policies],
-        "policy/clip_fraction": [policy.sums.clip_count for policy in policies],
-        "policy/dual_clip_fraction": [policy.sums.dual_clip_count for policy in policies],
-        "policy/approx_kl": [policy.sums.approx_kl_sum for policy in policies],
-        "value/loss": [value.value_loss for value in values if value.value_loss is not None],
-        "value/clip_fraction": [value.value_clip_count for value in values if value.value_clip_count is not None],
+    policies = [step.results["policy"] for step in taken]
+    critics = [step.results["critic"] for step in taken if "critic" in step.results]
+    num_tokens = max(sum(step.totals.tokens for step in taken), 1.0)
+    metrics = {
+        shown: sum(found.sums[name] for found in of) / num_tokens
+        for names, of in ((POLICY_SUMS, policies), (VALUE_SUMS, critics or policies))
+        for shown, name in names.items()
+        if of and name in of[0].sums
     }
-    metrics = {name: sum(numbers) / num_tokens for name, numbers in sums.items() if numbers}
     metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}
     if critics:
         metrics["value/grad_norm"] = sum(critic.grad_norm for critic in critics) / len(steps)
@@ -140,7 +143,7 @@ def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clo
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
     metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
     metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
-    metrics["speed/computed_tokens"] = sum(step.policy.computed_tokens for step in update.steps)
+    metrics["speed/computed_tokens"] = sum(step.results["policy"].computed_tokens for step in update.steps)
     metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
     return metrics
 

@@ -67,10 +67,11 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
     @cached_property
     def mask(self) -> Tensor:
         """1 at response tokens that the policy chose, 0 at those that it read in between."""
-        rows = self.rows
-        if "response_mask" in rows:
-            return rows.response_mask.values.to(rows.advantages.values.dtype)
-        return torch.ones_like(rows.advantages.values)
+        # As log-probabilities and values, which are float32 at least.
+        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        if "response_mask" in self.rows:
+            return self.rows.response_mask.values.to(dtype)
+        return torch.ones_like(self.replies, dtype=dtype)
 
     @cached_property
     def replies(self) -> Tensor:

@@ -19,8 +19,7 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import PolicyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
-from xray_runtime.methods.common.sampling.types import Experience
-from xray_runtime.methods.ppo.experience import measured
+from xray_runtime.methods.ppo.experience import Experience, measured
 from xray_runtime.methods.ppo.models import Specs
 from xray_runtime.methods.ppo.objectives import PolicyForward, PPOObjective
 from xray_runtime.methods.ppo.update import minibatches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -12,15 +12,13 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
-from xray_runtime.methods.common.sampling.types import Experience
 from xray_runtime.methods.common.training.steps import (
     Learning,
-    PolicySums,
     SkippedSteps,
+    Step,
     Stepper,
-    StepStatistics,
-    ValueSums,
 )
+from xray_runtime.methods.ppo.experience import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -42,21 +40,8 @@ class FirstStep(Protocol):
 
 
 @dataclass(frozen=True)
-class MinibatchStep:
-    """One step of the policy's optimizer and, where there is a critic, of the critic's."""
-
-    num_tokens: float
-    lr: float
-    policy: StepStatistics[PolicySums]
-    critic: StepStatistics[ValueSums] | None
-    """Only for a separate critic."""
-    taken: bool
-    """False: a model skipped it."""
-
-
-@dataclass(frozen=True)
 class Update:
-    steps: list[MinibatchStep]
+    steps: list[Step]
     epochs: float
     stopped_early: bool
     """By `stop_kl`."""
@@ -79,9 +64,9 @@ class Updater:
         self._first_step = first_step
         self._stage, self._config, self._policy = stage, stage.config, models["policy"]
         self._per_epoch = self._config.rollout_size // self._config.minibatch_size
-        learning: list[Learning[Any]] = [Learning("policy", self._policy, PolicySums)]
+        learning: list[Learning] = [Learning("policy", self._policy)]
         if "critic" in models:
-            learning.append(Learning("critic", models["critic"], ValueSums, self._config.critic_lr))
+            learning.append(Learning("critic", models["critic"], self._config.critic_lr))
         planned = self._config.iterations * self._config.epochs * self._per_epoch
         self._stepper = Stepper(stage, learning, planned, skipped)
 
@@ -95,18 +80,18 @@ class Updater:
         config, count = self._config, experience.num_rows
         num_minibatches = self._num_minibatches(count)
         epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
-        steps: list[MinibatchStep] = []
+        steps: list[Step] = []
         times_trained, stopped_early, first = np.zeros(count, np.int32), False, self._first_step
         for epoch, parts in zip(range(config.epochs), epochs, strict=False):
             for number, index in enumerate(parts):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
                 if first is not None:
                     experience, rows = first.rows(self._policy, experience, index)
-                    step, columns = self._step(rows, at, kl_coef)
-                    experience, first = first.learned(experience, index, columns), None
+                    step = self._step(rows, at, kl_coef)
+                    experience, first = first.learned(experience, index, step.columns), None
                 else:
                     rows = experience.rows.take(index).with_columns(rollout_logprobs=None)
-                    step, _ = self._step(rows, at, kl_coef)
+                    step = self._step(rows, at, kl_coef)
                 steps.append(step)
                 times_trained[index] += step.taken
                 stopped_early = step.taken and self._moved_too_far(step)
@@ -125,18 +110,14 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> tuple[MinibatchStep, Scores]:
-        """(the step, the columns that the policy's objective gives back)."""
+    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> Step:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
-        totals = StepTotals.of(rows, kl_coef=kl_coef)
         # With a lag, the generator works at the same time.
-        step = self._stepper.step(at, rows, totals, int(bool(self._config.lag)))
-        policy, *critic = step.results
-        return MinibatchStep(totals.tokens, step.lr, policy, critic[0] if critic else None, step.taken), step.columns
+        return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef), int(bool(self._config.lag)))
 
-    def _moved_too_far(self, step: MinibatchStep) -> bool:
-        limit = self._config.stop_kl
-        return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
+    def _moved_too_far(self, step: Step) -> bool:
+        limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens
+        return limit is not None and not moved <= limit  # NaN too
 
 
 def minibatches(

@@ -22,7 +22,7 @@ from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import preference_tokens
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
-from xray_runtime.methods.common.training.steps import PairSums, TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -61,7 +61,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
 
 
 @dataclass
-class _RewardModel(Method[PairSums]):
+class _RewardModel(Method):
     """A reward model, for `training_loop`."""
 
     model: ModelHandle
@@ -72,16 +72,15 @@ class _RewardModel(Method[PairSums]):
     scores: tuple[np.ndarray, np.ndarray] = field(init=False)
     """Of the held-out chosen and rejected replies, as they were last evaluated."""
     name = "reward_model"
-    sums = PairSums
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         rows = self.rows.take(index)
         return rows, StepTotals.of(rows)
 
-    def metrics(self, step: Trained[PairSums]) -> dict[str, float]:
+    def metrics(self, step: Trained) -> dict[str, float]:
         return {
-            "reward_model/loss": step.result.sums.loss / step.totals.rows,
-            "reward_model/accuracy": step.result.sums.correct / step.totals.rows,
+            "reward_model/loss": step.result.sums["loss"] / step.totals.rows,
+            "reward_model/accuracy": step.result.sums["correct"] / step.totals.rows,
             "speed/computed_tokens": step.result.computed_tokens,
             "reward_model/length_baseline_accuracy": self.baseline,
         }

@@ -25,7 +25,7 @@ from xray_runtime.methods.common.training.dataset import (
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.steps import SFTSums, TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
@@ -65,7 +65,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
 
 
 @dataclass(frozen=True)
-class _SFT(Method[SFTSums]):
+class _SFT(Method):
     """Supervised fine-tuning, for `training_loop`."""
 
     stage: Stage[SFTConfig, SFTInputs]
@@ -75,15 +75,14 @@ class _SFT(Method[SFTSums]):
     validation_rows: TextBatch | None
     of_data: dict[str, float]
     name = "sft"
-    sums = SFTSums
     evaluations = 5
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         rows = self.rows.take(index)
         return rows, StepTotals.of(rows)
 
-    def metrics(self, step: Trained[SFTSums]) -> dict[str, float]:
-        loss = step.result.sums.nll / step.totals.tokens
+    def metrics(self, step: Trained) -> dict[str, float]:
+        loss = step.result.sums["nll"] / step.totals.tokens
         return {"sft/loss": loss, "speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
 
     def first_metrics(self) -> dict[str, float]:

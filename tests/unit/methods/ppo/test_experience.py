@@ -21,9 +21,8 @@ from tests.unit.methods.ppo.parts import Columns, typed
 from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.findings import policy_findings
-from xray_runtime.methods.common.sampling.types import Experience
 from xray_runtime.methods.ppo.config import KLConfig, PPOStageConfig
-from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
+from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
 from xray_runtime.methods.ppo.metrics import reward_metrics
 
 NAN = float("nan")

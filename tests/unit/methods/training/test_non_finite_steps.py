@@ -24,7 +24,7 @@ from xray_runtime.kernel.errors import NonFiniteError, may_retry
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, PPOInputs
 from xray_runtime.methods.common.training.finite import check_rollout, naming
-from xray_runtime.methods.common.training.steps import SFTSums, SkippedSteps, StepStatistics
+from xray_runtime.methods.common.training.steps import SkippedSteps, StepStatistics
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto import body as kto
@@ -298,5 +298,5 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
 
 def test_a_step_that_is_finite_is_taken() -> None:
     skipped = SkippedSteps()
-    assert skipped.check_step(None, "policy", 0, StepStatistics(SFTSums(nll=1.0), grad_norm=0.0))  # type: ignore[arg-type]
+    assert skipped.check_step(None, "policy", 0, StepStatistics({"nll": 1.0}, grad_norm=0.0))  # type: ignore[arg-type]
     assert skipped.count == 0

@@ -100,16 +100,22 @@ def test_simpo_opens_no_reference(root: Path) -> None:
 
 
 class Sharper(Likelier):
-    """Each step makes a chosen reply likelier, and from the third on less likely; a rejected one stays as it is."""
+    """What it was taught to like becomes likelier in each step, and from the third on less likely; of the rest a share
+    of that less likely, or more."""
 
     MARGINS = (0.0, 1.0, 2.0, 1.5)
+    others = 0.0
 
     def do_score(self, rows: TextBatch) -> Scores:
         found = super().do_score(rows)
-        # "no" is shorter than every answer.
+        # "no" is shorter than every answer, under whatever prompt.
         tokens = rows.input_ids.lengths - rows.prompt_lengths
-        margin = self.MARGINS[self.updates] * (tokens > tokens.min())
+        margin = self.MARGINS[min(self.updates, 3)] * np.where(tokens > tokens.min(), 1.0, self.others)
         return Scores(reply_logprobs=(found.reply_logprobs - STEP * self.updates + margin).astype(np.float32))
+
+
+class Parting(Sharper):
+    MARGINS, others = (0.0, 1.0, 3.0, 2.0), -1.0
 
 
 def chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
@@ -136,27 +142,6 @@ def test_the_version_of_the_lowest_loss_on_pairs_left_out_is_kept(root: Path) ->
     attempt(dpo, pairs_of(root), DPOConfig(batch_size=10), root / "all", whole)
     everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows.input_ids}
     assert trained < everything
-
-
-def test_the_last_version_is_kept_where_that_is_wanted(root: Path) -> None:
-    world, _ = chosen_by_validation(root, "out", keep="last")
-    assert (root / "out" / "updates").read_text() == str(world.calls.count("model learns"))
-
-
-def test_after_a_crash_the_best_version_of_before_is_found(root: Path) -> None:
-    _, first = chosen_by_validation(root, "out")
-    newest = first.snapshots[1]
-    assert (newest.step, newest.state["validation"]["best"]) == (2, 2)
-    world, _ = chosen_by_validation(root, "again", newest)
-    assert world.calls.count("model learns") == 1
-    for name in ("validation.json", "updates"):
-        assert (root / "again" / name).read_text() == (root / "out" / name).read_text()
-
-
-@pytest.mark.parametrize("num_pairs", [PAIRS, 10 * PAIRS])
-def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
-    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 for training leaves 10"):
-        chosen_by_validation(root, "out", num_pairs=num_pairs)
 
 
 @pytest.mark.parametrize("lose_what_is_kept", [False, True])
@@ -228,19 +213,6 @@ def test_kto_resumes_exactly(root: Path) -> None:
     assert second.points == first.points[2:]
 
 
-class Parting(Likelier):
-    """What it was taught to like becomes likelier in each step, and from the third on less likely."""
-
-    MARGINS = (0.0, 1.0, 3.0, 2.0)
-
-    def do_score(self, rows: TextBatch) -> Scores:
-        found = super().do_score(rows)
-        # "no" is shorter than every answer, under whatever prompt.
-        tokens = rows.input_ids.lengths - rows.prompt_lengths
-        margin = self.MARGINS[min(self.updates, 3)] * np.where(tokens > tokens.min(), 1.0, -1.0)
-        return Scores(reply_logprobs=(found.reply_logprobs - STEP * self.updates + margin).astype(np.float32))
-
-
 def kto_chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
     world, fields = World(), {"every": 1, "num_replies": 6} | looks
     config, inputs = KTOConfig(batch_size=4, validation=KTOValidation(**fields)), replies_of(root, preferences=True)
@@ -283,25 +255,6 @@ def test_ktos_version_of_the_lowest_loss_on_replies_left_out_is_kept(
     assert len(everything - trained) >= left
 
 
-def test_ktos_last_version_is_kept_where_that_is_wanted(root: Path) -> None:
-    world, _ = kto_chosen_by_validation(root, "out", keep="last")
-    assert (root / "out" / "updates").read_text() == str(world.calls.count("model learns"))
-
-
-def test_ktos_best_version_of_before_a_crash_is_found(root: Path) -> None:
-    _, first = kto_chosen_by_validation(root, "out")
-    newest = first.snapshots[1]
-    assert (newest.step, newest.state["validation"]["best"]) == (2, 2)
-    kto_chosen_by_validation(root, "again", newest)
-    for name in ("validation.json", "updates"):
-        assert (root / "again" / name).read_text() == (root / "out" / name).read_text()
-
-
-def test_replies_to_train_on_must_be_left(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"stage.validation.num_replies: 99 of 20 for training leaves 20"):
-        kto_chosen_by_validation(root, "out", num_replies=99)
-
-
 def test_all_feedback_on_a_prompt_is_left_out_together(root: Path) -> None:
     both = replies_of(root, preferences=True, verdicts=True)
     config = KTOConfig(batch_size=4, epochs=9, validation=KTOValidation(every=1, num_replies=8))
@@ -312,6 +265,30 @@ def test_all_feedback_on_a_prompt_is_left_out_together(root: Path) -> None:
                for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)}  # fmt: skip
     # Ten prompts of pairs and four of verdicts, each with two replies.
     assert len(prompts) == 14 - left // 2
+
+
+@pytest.mark.parametrize("chosen", [chosen_by_validation, kto_chosen_by_validation])
+def test_the_last_version_is_kept_where_that_is_wanted(root: Path, chosen: Any) -> None:
+    world, _ = chosen(root, "out", keep="last")
+    assert (root / "out" / "updates").read_text() == str(world.calls.count("model learns"))
+
+
+@pytest.mark.parametrize("chosen", [chosen_by_validation, kto_chosen_by_validation])
+def test_after_a_crash_the_best_version_of_before_is_found(root: Path, chosen: Any) -> None:
+    whole, first = chosen(root, "out")
+    newest = first.snapshots[1]
+    assert (newest.step, newest.state["validation"]["best"]) == (2, 2)
+    world, _ = chosen(root, "again", newest)
+    assert world.calls.count("model learns") == whole.calls.count("model learns") - 2
+    for name in ("validation.json", "updates"):
+        assert (root / "again" / name).read_text() == (root / "out" / name).read_text()
+
+
+def test_something_to_train_on_must_be_left(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"stage.validation.num_pairs: 10 of 10 for training leaves 10"):
+        chosen_by_validation(root, "out", num_pairs=PAIRS)
+    with pytest.raises(ValueError, match=r"stage.validation.num_replies: 99 of 20 for training leaves 20"):
+        kto_chosen_by_validation(root, "kto", num_replies=99)
 
 
 def test_too_few_replies_are_reported(root: Path) -> None:

@@ -1,10 +1,9 @@
-"""Totals and statistics of a step: what objectives really return is what the dataclasses name."""
+"""Totals and statistics of a step: what objectives really return is what the list of columns names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,10 @@ import torch
 
 from tests.unit.models.tensors import batch
 from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.columns import STATISTICS
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
-from xray_runtime.methods.common.training.steps import (
-    DPOSums,
-    KTOSums,
-    PairSums,
-    PolicySums,
-    SFTSums,
-    StepStatistics,
-    ValueSums,
-    read_step,
-)
+from xray_runtime.methods.common.training.steps import StepStatistics, read_step
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -37,17 +28,17 @@ REPLIES = [([5, 9, 7], [42, 11]), ([8, 100], [25, 60, 61])]
 REJECTED = [([5, 9, 7], [3]), ([8, 100], [80, 81])]
 NUM_TOKENS = 5
 PPO = PPOStageConfig()
-OBJECTIVES: dict[str, tuple[Objective, type[Any], bool, StepTotals]] = {
-    "sft": (SFTObjective(), SFTSums, False, StepTotals(tokens=NUM_TOKENS)),
-    "reward model": (RewardObjective(), PairSums, True, StepTotals(rows=2)),
-    "dpo": (DPOObjective(DPOConfig()), DPOSums, False, StepTotals(rows=2)),
-    "kto": (KTOObjective(KTOConfig()), KTOSums, False, StepTotals(rows=2, baseline=0.1)),
-    "policy": (PPOObjective(PPO), PolicySums, False, StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1)),
-    "policy with a value head": (
-        *(PPOObjective(PPO), PolicySums, True),
-        StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1),
-    ),
-    "critic": (CriticObjective(PPO), ValueSums, True, StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1)),
+TOTALS = StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1, baseline=0.1)
+POLICY = {"policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum"}
+VALUES = {"value_loss", "value_clip_count"}
+OBJECTIVES: dict[str, tuple[Objective[Any], bool, set[str]]] = {
+    "sft": (SFTObjective(), False, {"nll"}),
+    "reward model": (RewardObjective(), True, {"loss", "correct"}),
+    "dpo": (DPOObjective(DPOConfig()), False, {"loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs"}),
+    "kto": (KTOObjective(KTOConfig()), False, {"loss", "desirable_rewards", "undesirable_rewards"}),
+    "policy": (PPOObjective(PPO), False, POLICY),
+    "policy with a value head": (PPOObjective(PPO), True, POLICY | VALUES),
+    "critic": (CriticObjective(PPO), True, VALUES),
 }
 
 
@@ -66,16 +57,14 @@ def rows_of(role: str, as_rows: Callable[..., Tensors]) -> Tensors:
 def test_objectives_return_the_sums_that_are_named(
     make_lm: Callable[[int], Any], as_rows: Callable[..., Tensors], role: str
 ) -> None:
-    objective, kind, head, totals = OBJECTIVES[role]
+    objective, head, expected = OBJECTIVES[role]
     module = HeadedLM(make_lm(1), scalar_head=head).double()
-    loss, sums, _ = training_loss(module, objective, batch(rows_of(role, as_rows)), totals)
+    loss, sums, _ = training_loss(module, objective, batch(rows_of(role, as_rows)), TOTALS)
     assert loss.isfinite()
-    optional = {"value_loss", "value_clip_count"} if role == "policy" else set()
-    assert sums.keys() == {field.name for field in fields(kind)} - optional
-    numbers = {name: float(value) for name, value in sums.items()} | {"grad_norm": 1.5}
-    read = read_step(kind, StepAnswer(numbers, Scores()))
-    assert (read.grad_norm, read.refused_by) == (1.5, None)
-    assert all(getattr(read.sums, name) == float(value) for name, value in sums.items())
+    assert sums.keys() == expected
+    assert expected <= {column.name for column in STATISTICS}
+    numbers = {name: float(value) for name, value in sums.items()}
+    assert read_step(StepAnswer(numbers | {"grad_norm": 1.5}, Scores())) == StepStatistics(numbers, 1.5)
 
 
 def test_a_steps_totals_count_rows_and_the_tokens_of_their_replies() -> None:
@@ -88,12 +77,7 @@ def test_a_steps_totals_count_rows_and_the_tokens_of_their_replies() -> None:
 def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
     sums = {"policy_loss": math.nan, "entropy_sum": 1.0, "clip_count": math.inf, "dual_clip_count": 0.0}
     sums |= {"approx_kl_sum": 0.0, "grad_norm": math.nan, "refused_by": 3.0}
-    read = read_step(PolicySums, StepAnswer(sums, Scores()))
+    read = read_step(StepAnswer(sums, Scores()))
     assert [name for name, _ in read.non_finite()] == ["clip_count", "policy_loss"]
     assert read.refused_by == 3
-    assert list(StepStatistics(SFTSums(1.0), math.inf).non_finite()) == []
-
-
-def test_a_sum_that_is_missing_is_an_error() -> None:
-    with pytest.raises(TypeError, match="nll"):
-        read_step(SFTSums, StepAnswer({"grad_norm": 1.0}, Scores()))
+    assert list(StepStatistics({"nll": 1.0}, math.inf).non_finite()) == []

@@ -1,15 +1,28 @@
-"""Entries about canaries."""
+"""Entries about canaries, and the rules that they repeat."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.kernel.evidence.canary_config import CanaryConfig
+from xray_runtime.kernel.config.section import Count, Positive, Section, UnitInterval
 from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
+
+
+class CanaryConfig(Section):
+    """When a canary ends, and how. The signed log keeps these rules with each canary."""
+
+    share: Annotated[float, Field(gt=0.0, le=0.5)] = 0.1
+    """The share of users, or of conversations, that the candidate answers."""
+    min_feedback: Count = 50
+    """A canary passes only after this many people judged each model."""
+    max_hours: Positive = 24.0
+    """A canary that is still undecided after this many hours ends undecided."""
+    max_loss: UnitInterval = 0.1
+    """The candidate's mean feedback, from 0 to 1, may be this much below the champion's."""
 
 
 class CanaryBegan(SignedEntry):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -23,32 +23,26 @@ from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, S
 from xray_runtime.methods.common.training.trunk_states import TrunkStates
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
 
-S = TypeVar("S", bound="DataclassInstance")
-
 
 @dataclass(frozen=True)
-class Trained(Generic[S]):
+class Trained:
     """A step that was made."""
 
     index: np.ndarray
     """Numbers of its rows."""
     rows: TextBatch
     totals: StepTotals
-    result: StepStatistics[S]
+    result: StepStatistics
     seconds: float
 
 
-class Method(Generic[S]):
+class Method:
     """What a method adds to the loop. Its metrics are `name/…`."""
 
     name: ClassVar[str]
-    sums: type[S]
-    """Of its objective."""
     evaluations: ClassVar[int] = 8
     """How often held-out rows are evaluated, spread over the steps; the last step is always followed by it."""
 
@@ -56,7 +50,7 @@ class Method(Generic[S]):
         """The rows of a step, by the numbers that the cursor drew."""
         raise NotImplementedError
 
-    def metrics(self, step: Trained[S]) -> dict[str, float]:
+    def metrics(self, step: Trained) -> dict[str, float]:
         """Of a step, besides its gradient norm and learning rate."""
         raise NotImplementedError
 
@@ -80,7 +74,7 @@ class Method(Generic[S]):
 def training_loop(
     stage: Stage[Any, Any],
     recorder: Recorder,
-    method: Method[Any],
+    method: Method,
     models: Mapping[str, ModelHandle],
     cursor: Cursor,
     steps: int,
@@ -90,7 +84,7 @@ def training_loop(
     config, skipped, start = stage.config, SkippedSteps(), 0.0
     validation = config.validation if best is not None else None
     [(role, model)] = models.items()
-    stepper = Stepper(stage, [Learning(role, model, method.sums)], steps, skipped)
+    stepper = Stepper(stage, [Learning(role, model)], steps, skipped)
     files, parts = ([], {}) if best is None else ([best.versions], {"validation": best.state})
     state = Resumable(recorder, models, files, cursor=cursor, skipped=skipped, **parts)
     done = state.restore()
@@ -98,10 +92,10 @@ def training_loop(
         recorder.metrics(first, 0)
     for number in range(done, steps):
         start = time.perf_counter()
-        index = cursor.take(config.batch_size)
+        index = np.array(cursor.take(config.batch_size))
         rows, totals = method.batch(index)
         step = stepper.step(number, rows, totals)
-        [result] = step.results
+        result = step.results[role]
         metrics = method.metrics(Trained(index, rows, totals, result, time.perf_counter() - start))
         metrics |= {f"{method.name}/grad_norm": result.grad_norm, f"{method.name}/lr": step.lr}
         if number + 1 == steps or number % max(steps // method.evaluations, 1) == 0:

@@ -1,15 +1,12 @@
-"""Optimizer steps, and their answers: sums over the whole step, all micro-batches and ranks.
-
-Each objective has one dataclass of sums, in units of one row or token.
-"""
+"""Optimizer steps, and their answers: sums over the whole step, all micro-batches and ranks."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,13 +16,9 @@ from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.kernel.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from xray_runtime.cluster.stage import Stage
 
 log = logging.getLogger(__name__)
-
-S = TypeVar("S", bound="DataclassInstance")
 
 
 class TrainingRows(Protocol):
@@ -35,64 +28,11 @@ class TrainingRows(Protocol):
 
 
 @dataclass(frozen=True)
-class SFTSums:
-    nll: float
-
-
-@dataclass(frozen=True)
-class PairSums:
-    """Sums of a reward model."""
-
-    loss: float
-    correct: float
-    """Number of pairs whose chosen side scores higher; ties count half."""
-
-
-@dataclass(frozen=True)
-class DPOSums:
-    loss: float
-    correct: float
-    margin: float
-    """Implicit reward of the chosen reply minus that of the rejected one."""
-    chosen_logprobs: float
-    rejected_logprobs: float
-
-
-@dataclass(frozen=True)
-class KTOSums:
-    loss: float
-    desirable_rewards: float
-    undesirable_rewards: float
-
-
-@dataclass(frozen=True)
-class ValueSums:
-    """Sums of a critic."""
-
-    value_loss: float
-    value_clip_count: float
-
-
-@dataclass(frozen=True)
-class PolicySums:
-    """Sums of a policy that learns from rewards."""
-
-    policy_loss: float
-    entropy_sum: float
-    clip_count: float
-    dual_clip_count: float
-    approx_kl_sum: float
-    """KL to the policy before the update, by k3."""
-    value_loss: float | None = None
-    """Only with a value head; likewise `value_clip_count`."""
-    value_clip_count: float | None = None
-
-
-@dataclass(frozen=True)
-class StepStatistics(Generic[S]):
+class StepStatistics:
     """A model's report on one optimizer step."""
 
-    sums: S
+    sums: Mapping[str, float]
+    """What the components of its loss log, over all rows; `data.columns.STATISTICS` lists them."""
     grad_norm: float
     refused_by: int | None = None
     """First rank whose loss is not finite; None if all are."""
@@ -101,21 +41,15 @@ class StepStatistics(Generic[S]):
 
     def non_finite(self) -> Iterator[tuple[str, float]]:
         """The sums that are NaN or infinite, by name."""
-        for name, value in sorted(asdict(self.sums).items()):
-            if value is not None and not math.isfinite(value):
-                yield name, value
+        return ((name, value) for name, value in sorted(self.sums.items()) if not math.isfinite(value))
 
 
-def read_step(kind: type[S], answer: StepAnswer) -> StepStatistics[S]:
-    """The result of `WholeModel.train`; `kind` is the dataclass of the objective's sums."""
-    sums = answer.sums
-    refused = sums.get("refused_by")
-    return StepStatistics(
-        kind(**{field.name: sums[field.name] for field in fields(kind) if field.name in sums}),
-        sums["grad_norm"],
-        None if refused is None else int(refused),
-        sums.get("computed_tokens", 0.0),
-    )
+def read_step(answer: StepAnswer) -> StepStatistics:
+    """The result of `WholeModel.train`."""
+    sums = dict(answer.sums)
+    norm, refused = sums.pop("grad_norm"), sums.pop("refused_by", None)
+    computed = sums.pop("computed_tokens", 0.0)
+    return StepStatistics(sums, norm, None if refused is None else int(refused), computed)
 
 
 @dataclass
@@ -128,7 +62,7 @@ class SkippedSteps:
 
     count: int = 0
 
-    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
+    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics) -> bool:
         """Whether the optimizer of `role` took this step; False: its engine skipped it.
 
         Raises:
@@ -157,13 +91,11 @@ class SkippedSteps:
 
 
 @dataclass(frozen=True)
-class Learning(Generic[S]):
+class Learning:
     """A model that a stage trains."""
 
     role: str
     model: ModelHandle
-    sums: type[S]
-    """Of its objective."""
     peak: float | None = None
     """Peak learning rate; None: the config's."""
 
@@ -174,8 +106,9 @@ class Step:
 
     lr: float
     """Of the first model."""
-    results: list[StepStatistics[Any]]
-    """In the order of the models."""
+    totals: StepTotals
+    results: dict[str, StepStatistics]
+    """By the role of the model."""
     columns: Scores
     """Given back by the first model."""
     taken: bool
@@ -185,9 +118,7 @@ class Step:
 class Stepper:
     """Takes a stage's optimizer steps, of which there are `steps`; `skipped` counts those that a model skips."""
 
-    def __init__(
-        self, stage: Stage[Any, Any], models: Sequence[Learning[Any]], steps: int, skipped: SkippedSteps
-    ) -> None:
+    def __init__(self, stage: Stage[Any, Any], models: Sequence[Learning], steps: int, skipped: SkippedSteps) -> None:
         self._stage, self._models, self._steps, self._skipped = stage, models, steps, skipped
 
     def step(self, number: int, rows: TextBatch, totals: StepTotals, at_once: int = 0) -> Step:
@@ -205,10 +136,8 @@ class Stepper:
             each.model.train.remote(rows, totals, rate, share) for each, rate in zip(self._models, rates, strict=True)
         ]
         answers = get_all(calls)
-        results = [read_step(each.sums, answer) for each, answer in zip(self._models, answers, strict=True)]
+        pairs = zip(self._models, answers, strict=True)
+        results = {each.role: read_step(answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
-        taken = [
-            self._skipped.check_step(self._stage, each.role, number, result)
-            for each, result in zip(self._models, results, strict=True)
-        ]
-        return Step(rates[0], results, answers[0].scores, all(taken))
+        taken = [self._skipped.check_step(self._stage, role, number, found) for role, found in results.items()]
+        return Step(rates[0], totals, results, answers[0].scores, all(taken))
