@@ -268,11 +268,9 @@ def test_a_changed_token_is_named_by_replay_and_by_the_audit(published: Publishe
         "changed_since": True,
     }
     assert result.compared == [0]
-    found = [finding for finding in audit(published.store).findings if finding.is_broken]
-    # The size may change too.
-    assert [(finding.code, finding.detail.split()[0]) for finding in found] == [
-        ("file-changed", "ledger/000001.parquet")
-    ]
+    [found] = [finding for finding in audit(published.store).findings if finding.is_broken]
+    # The compressed file may have got another size, of which the finding then speaks.
+    assert (found.code, found.detail.partition(" ")[0]) == ("file-changed", "ledger/000001.parquet")
     # What comes after the iteration that is asked for is not looked at.
     assert published.replay(0, tmp_path / "before").is_same
 

@@ -33,7 +33,12 @@ from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, SamplerSetup, open_episodes, source_of
+from xray_runtime.methods.common.sampling.episode_source import (
+    EpisodeSampler,
+    SamplerSetup,
+    in_flight_of,
+    open_episodes,
+)
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
@@ -175,11 +180,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
         ) as episodes,
     ):
-        in_flight = None
-        if config.in_flight_updates:
-            assert episodes is not None
-            assert config.environment is not None
-            in_flight = source_of(config.environment).in_flight(episodes, stage, prompts)
+        in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
         keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}

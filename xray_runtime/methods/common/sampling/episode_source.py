@@ -107,6 +107,12 @@ def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:
     return cast("EpisodeSource", EPISODE_SOURCES.get(environment.source))
 
 
+def in_flight_of(stage: Stage[Any, Any], episodes: EpisodeSampler | None, prompts: UniquePrompts) -> EpisodesInFlight:
+    """The episodes in flight of a stage with `in_flight_updates`, whose config has an agent."""
+    assert episodes is not None
+    return source_of(stage.config.environment).in_flight(episodes, stage, prompts)
+
+
 @contextmanager
 def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
     """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
