@@ -247,8 +247,8 @@ def skeleton(model: str) -> nn.Module:
     lm: Any = without_weights(config)
     # Without weights a tied weight becomes two.
     lm.tie_weights()
-    model: nn.Module = lm.eval()
-    return model
+    loaded: nn.Module = lm.eval()
+    return loaded
 
 
 def without_weights(config: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from xray_runtime.data.batch import LabelledBatch, PairBatch, PolicyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.models.heads import HeadedLM
 
 IDS = ("input_ids", "rejected_ids")
 
@@ -35,3 +38,59 @@ def batch(columns: dict[str, Tensor]) -> TextBatch[Tensor]:
 def split(column: Ragged[Tensor]) -> list[Tensor]:
     """The values of each row."""
     return list(column.values.split(column.lengths.tolist()))
+
+
+PAIRS = [([5, 9, 7], [42, 11, 6, 1]), ([8, 100], [3]), ([20, 21, 22, 23, 24], [25, 1]), ([7, 7, 7], [60, 61, 62])]
+
+
+def distributions(lm: Any, prompt: list[int], reply: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [T, V] of every token at each place of one reply, unpadded."""
+    logits = lm(input_ids=torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def reply_logprobs(lm: Any, prompt: list[int], reply: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [T] of one reply's tokens, unpadded."""
+    return distributions(lm, prompt, reply, temperature)[range(len(reply)), reply]
+
+
+def states(module: HeadedLM, prompt: list[int], reply: list[int]) -> Tensor:
+    """Last hidden states [T + 1, H] before each token of one reply and after the last, unpadded."""
+    with torch.no_grad():
+        return module.lm.model(input_ids=torch.tensor([prompt + reply])).last_hidden_state[0, len(prompt) - 1 :]
+
+
+def gradients(module: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named, found, strict=True)}
+
+
+def select(rows: dict[str, Tensor], index: list[int]) -> dict[str, Tensor]:
+    """Some rows."""
+    num_tokens = rows["lengths"] - rows["prompt_lengths"]
+    sizes = {"input_ids": rows["lengths"], "rejected_ids": rows.get("rejected_lengths")}
+    sizes |= dict.fromkeys(COLUMNS, num_tokens)
+
+    def some(name: str, column: Tensor) -> Tensor:
+        if (lengths := sizes.get(name)) is None:
+            return column[index]
+        parts = column.split(lengths.tolist())
+        return torch.cat([parts[i] for i in index])
+
+    return {name: some(name, column) for name, column in rows.items()}
+
+
+COLUMNS = ("old_logprobs", "advantages", "weights", "values", "returns")
+"""Columns of response tokens."""
+
+
+def rollout(rows: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Random columns of a rollout, off-policy enough to be clipped here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = int((rows["lengths"] - rows["prompt_lengths"]).sum())
+    noise = torch.randn(5, num_tokens, dtype=torch.float64, generator=generator)
+    columns = dict(zip(COLUMNS, noise, strict=True))
+    columns["old_logprobs"] = columns["old_logprobs"] * 0.5 - 5.7  # about the log of one token among 280
+    columns["weights"] = columns["weights"].abs()
+    return rows | columns

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.models.tensors import batch
-from tests.unit.models.test_objectives import PAIRS, gradients, reply_logprobs, rollout, select
+from tests.unit.models.tensors import PAIRS, batch, gradients, reply_logprobs, rollout, select
 from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PolicyComponent, PolicyForward, PPOObjective

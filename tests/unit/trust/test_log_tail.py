@@ -15,7 +15,7 @@ from xray_runtime.kernel.evidence import lines, log
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
 from xray_runtime.kernel.evidence.log import LOG, LogTail, view
-from xray_runtime.kernel.evidence.view import START, Left, LogView
+from xray_runtime.kernel.evidence.view import START, Left, Line, LogView
 from xray_runtime.kernel.history.evidence import read_logged
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.trust.keys import trusted_keys, trusted_view
@@ -42,7 +42,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of every line that is parsed."""
     seen: list[int] = []
 
-    def counting(number: int, text: bytes, record: type) -> lines.Line:
+    def counting(number: int, text: bytes, record: type) -> Line:
         seen.append(number)
         return parse_line(number, text, record)
 

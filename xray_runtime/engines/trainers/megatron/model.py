@@ -90,7 +90,7 @@ class MegatronLM(GPTModel):
         """Vocabulary logits [N, V] of hidden states [N, H], whole on every tensor-parallel peer."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         part, _ = self.output_layer(hidden, weight=weight)
-        whole: Tensor = _Gather.apply(part, parallel_state.get_tensor_model_parallel_group())
+        whole: Tensor = _Gather.apply(part, parallel_state.get_tensor_model_parallel_group())  # type: ignore[no-untyped-call]
         return whole[:, : self.num_tokens]
 
     def scalars(self, hidden: Tensor) -> Tensor:
