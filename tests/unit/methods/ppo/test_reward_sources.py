@@ -292,15 +292,20 @@ def test_comparisons_outlive_an_attempt(tmp_path: Path) -> None:
         found = sources(comparing, kept=tmp_path)
         return found.scaled(score(found, ["a", "b", "c"])).tolist()
 
+    def unsealed() -> list[str]:
+        lines = map(json.loads, (tmp_path / ANSWERS).read_text().splitlines())
+        return [json.dumps(line | {"seal": ""}) for line in lines]
+
     assert attempt() == [0.0, 0.5, 1.0]
     assert attempt() == [0.0, 0.5, 1.0]
     assert len(asked) == 6
     lines = (tmp_path / ANSWERS).read_bytes().splitlines(keepends=True)
+    before = unsealed()
     (tmp_path / ANSWERS).write_bytes(b"".join(lines[:2]))
     assert attempt() == [0.0, 0.5, 1.0]
     assert len(asked) == 12
-    # Judges answer in any order.
-    assert sorted((tmp_path / ANSWERS).read_bytes().splitlines(keepends=True)) == sorted(lines)
+    # Judges answer in any order, and no two seals are the same.
+    assert sorted(unsealed()) == sorted(before)
     server.shutdown()
 
 
