@@ -16,8 +16,8 @@ import ray
 
 from tests.component.models import Empty, EmptySpec, open_models
 from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.opening import WORKHORSES
 from xray_runtime.cluster.types import RankInfo
-from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 
@@ -37,17 +37,14 @@ class Noting(Empty):
 
 
 @dataclass(frozen=True)
-class NotingSpec(EmptySpec):
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return Noting
+class NotingSpec(EmptySpec): ...
 
 
 @dataclass(frozen=True)
-class NotingGeneratorSpec(GeneratorSpec):
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return Noting
+class NotingGeneratorSpec(GeneratorSpec): ...
+
+
+WORKHORSES |= {NotingSpec: Noting, NotingGeneratorSpec: Noting}
 
 
 def main(directory: Path) -> None:

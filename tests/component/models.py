@@ -16,7 +16,7 @@ import ray
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.opening import WORKHORSES, model_opener
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.whole_model import WholeModel
 from xray_runtime.cluster.workhorse import Workhorse
@@ -48,9 +48,8 @@ class Other(Empty):
 class EmptySpec(ModelSpec):
     objective: Any = None
 
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return Empty
+
+WORKHORSES[EmptySpec] = Empty
 
 
 @ray.remote(num_cpus=0)

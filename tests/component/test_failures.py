@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_come_to_a_collective(cluster: None, tiny_model: Pa
     victims: list[int] = []
     says = (
         r"Workhorse 0 of 2 of 'policy' \(.+\) waited too long in a collective for Workhorse 1 of 2 of 'policy' \(.+\), "
-        r"which is at Moody.loss in .*test_failures.py:\d+: given up after \d+ s; "
+        r"which is at Mood.coef in .*test_failures.py:\d+: given up after \d+ s; "
         r"parts of the common work that were done: rank 0 \d+, rank 1 \d+"
     )
     with ThreadPoolExecutor() as pool:

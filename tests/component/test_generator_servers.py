@@ -67,6 +67,34 @@ def weights(directory: Path, scale: float, version: int, names: Callable[[str], 
     return pack([(name, tensor * scale) for name, tensor in sorted(held) if names(name)], version, MEMORY)
 
 
+def test_servers_that_cannot_sample_for_a_run_are_refused(
+    servers: list[GeneratorProcess], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = servers[0].address
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in tiny_model.iterdir():
+        (other / file.name).symlink_to(file)
+    changed = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(changed))
+    refused = {
+        "rms_norm_eps of its config.json is 1e-06, and 0.5 of the stage's": lambda: opened(other, config(address)),
+        "its --max-length is 32 tokens, and the stage needs 33": lambda: opened(tiny_model, config(address), 33),
+        "it computes in float32": lambda: opened(tiny_model, config(address, dtype="bfloat16")),
+    }
+    for message, refusal in refused.items():
+        with pytest.raises(ConfigError, match=f"generator.addresses: {address}: .*{message}"):
+            refusal()
+    more = RUNTIME.model_copy(update={"threads": 2})
+    with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
+        config(address).check_services(more)
+    config(address).check_services(RUNTIME)
+    monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")
+    with pytest.raises(ValueError, match="status 401 the key in XRAY_API_KEY is needed"):
+        config(address).check_services(RUNTIME)
+
+
 def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, follow, lose one, regain it, lose all."""
     torch.set_num_threads(1)
@@ -128,31 +156,3 @@ def _once(condition: Callable[[], bool], do: Callable[[], None]) -> None:
     while not condition():
         time.sleep(0.001)
     do()
-
-
-def test_servers_that_cannot_sample_for_a_run_are_refused(
-    servers: list[GeneratorProcess], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = servers[0].address
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in tiny_model.iterdir():
-        (other / file.name).symlink_to(file)
-    changed = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}
-    (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps(changed))
-    refused = {
-        "rms_norm_eps of its config.json is 1e-06, and 0.5 of the stage's": lambda: opened(other, config(address)),
-        "its --max-length is 32 tokens, and the stage needs 33": lambda: opened(tiny_model, config(address), 33),
-        "it computes in float32": lambda: opened(tiny_model, config(address, dtype="bfloat16")),
-    }
-    for message, refusal in refused.items():
-        with pytest.raises(ConfigError, match=f"generator.addresses: {address}: .*{message}"):
-            refusal()
-    more = RUNTIME.model_copy(update={"threads": 2})
-    with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
-        config(address).check_services(more)
-    config(address).check_services(RUNTIME)
-    monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")
-    with pytest.raises(ValueError, match="status 401 the key in XRAY_API_KEY is needed"):
-        config(address).check_services(RUNTIME)

@@ -18,8 +18,8 @@ from tests.component.models import open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.opening import WORKHORSES
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -86,10 +86,10 @@ class SlowGenerator(Generator):
 
 
 @dataclass(frozen=True)
-class SlowGeneratorSpec(GeneratorSpec):
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return SlowGenerator
+class SlowGeneratorSpec(GeneratorSpec): ...
+
+
+WORKHORSES[SlowGeneratorSpec] = SlowGenerator
 
 
 @dataclass(frozen=True)

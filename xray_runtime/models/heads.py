@@ -168,9 +168,7 @@ class HeadedLM(nn.Module):
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
     def noting_auxiliary(self) -> HeadedLM:
-        """This module where it has no auxiliary loss, else one whose passes with gradients note theirs."""
-        if self.auxiliary is None:
-            return self
+        """A module with the same weights, whose passes with gradients note their auxiliary losses."""
         # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
         # whole new ones.
         module = HeadedLM.__new__(HeadedLM)

@@ -115,10 +115,10 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     components = [*objective.components(module)]
     if not components:
         raise TypeError(f"{type(objective).__name__} has no loss: its model is never trained")
-    module = module.noting_auxiliary()
-    forward = objective.forward(module, rows)
     if module.auxiliary is not None:
+        module = module.noting_auxiliary()
         components.append(Auxiliary())
+    forward = objective.forward(module, rows)
     parts: list[Tensor] = []
     sums: Tensors = {}
     for component in components:

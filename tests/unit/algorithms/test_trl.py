@@ -64,9 +64,6 @@ class Model:
     def __init__(self, states: Tensor) -> None:
         self._states = states
 
-    def noting_auxiliary(self) -> Model:
-        return self
-
     def hidden(self, ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: None = None) -> Tensor:
         assert len(ids) == int(lengths.sum()) == len(self._states)
         return self._states
