@@ -41,7 +41,10 @@ def a_runtime(**fields: Any) -> RuntimeConfig:
 
 @pytest.fixture
 def pool(cluster: None) -> Any:
-    return find_worker_pool(RUN_ID)
+    """The pool of all tests, without the processes that others left idle."""
+    found = find_worker_pool(RUN_ID)
+    ray.get(found.evict_idle.remote(), timeout=SECONDS)
+    return found
 
 
 @pytest.fixture
