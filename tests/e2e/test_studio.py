@@ -194,6 +194,7 @@ def test_a_person_judges_with_keys_alone(address: str, output: Path, window: Pag
     window.get_by_text("1 to judge").wait_for()
     window.keyboard.press("u")
     window.get_by_text("from b 1").wait_for()
+    window.wait_for_load_state()  # "u" opens another page, whose script reads keys
     window.keyboard.press("2")
     window.get_by_text("asked 2").wait_for()
     window.keyboard.press("t")
