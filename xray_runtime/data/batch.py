@@ -22,23 +22,31 @@ import numpy as np
 from xray_runtime.data.columnar import ColumnBatch, column
 from xray_runtime.data.ragged import A, Ragged, first_alike
 
-_BATCHES, _LOOP, _EPISODE, _EXPERIENCE = "data.batch, data.tokens", "rl.rollouts", "rl.episode", "rl.experience"
+_BATCHES, _LOOP, _EPISODE, _EXPERIENCE = "data.batch, data.tokens", "ppo.rollouts", "sampling.episode", "ppo.experience"
 _POLICY, _CRITIC = "models.ppo_objectives", "models.ppo_objectives, critic"
 _OBJECTIVES, _PAIRS = "models.objectives", "models.preference_objectives"
 
 # Columns of two kinds of batch.
 _SEED = column("[B]", "int64", _LOOP, "engines.generation", "seed of a reply or an environment")
 _ROLLOUT_LOGPROBS = column(
-    "[B, R]", "float32", "engines.generation", "rl.experience, models", "by the generator, at its temperature"
+    "[B, R]", "float32", "engines.generation", "ppo.experience, models", "by the generator, at its temperature"
 )
 _RESPONSE_MASK = column(
-    "[B, R]", "bool", "rl.episode, data.conversations", _OBJECTIVES, "True: counted; what an episode's policy sampled"
+    "[B, R]",
+    "bool",
+    "sampling.episode, data.conversations",
+    _OBJECTIVES,
+    "True: counted; what an episode's policy sampled",
 )
-_BRANCHES = column("[B, …]", "int64", "rl.agent_records", "rl.agent_rows", "of an agent's episode", wire=False)
-_REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "rl.experience, models", "by the reference")
-_VALUES = column("[B, R]", "float32", _CRITIC, "rl.experience", "of the state before each token")
-_OLD_LOGPROBS = column("[B, R]", "float32", "rl.experience, models", _POLICY, "where the ratio is 1; or the step's own")
-_TRUNK = column("[B, T, H]", "float32 or uint16", "workers.learner", _OBJECTIVES, "the frozen layers' output")
+_BRANCHES = column(
+    "[B, …]", "int64", "agents.agent_records", "sampling.agent_rows", "of an agent's episode", wire=False
+)
+_REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
+_VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
+_OLD_LOGPROBS = column(
+    "[B, R]", "float32", "ppo.experience, models", _POLICY, "where the ratio is 1; or the step's own"
+)
+_TRUNK = column("[B, T, H]", "float32 or uint16", "cluster.learner", _OBJECTIVES, "the frozen layers' output")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -55,12 +63,14 @@ class TextBatch(ColumnBatch[A]):
 
     input_ids: Ragged[A] = column("[B, T]", "int64", _BATCHES, "every model", "prompt and reply", required=True)
     prompt_lengths: A = column("[B]", "int64", _BATCHES, _OBJECTIVES, "tokens of the prompt")
-    id: A = column("[B]", "int64", "rl.scoring", "workers.learner, rl.ledger_writer", "a row's own number")
+    id: A = column("[B]", "int64", "sampling.scoring", "cluster.learner, ppo.ledger_writer", "a row's own number")
     response_mask: Ragged[A] = _RESPONSE_MASK
-    added_ends: A = column("[B]", "bool", "rl.scoring", _POLICY, "the last token was added for reward models alone")
+    added_ends: A = column(
+        "[B]", "bool", "sampling.scoring", _POLICY, "the last token was added for reward models alone"
+    )
     trunk: Ragged[A] = _TRUNK
     alike: A = column(
-        "[B']", "int64", "workers.learner", _OBJECTIVES, "the first sequence with the same prompt", wire=False
+        "[B']", "int64", "cluster.learner", _OBJECTIVES, "the first sequence with the same prompt", wire=False
     )
 
     @staticmethod
@@ -147,9 +157,11 @@ class PolicyBatch(TextBatch[A]):
 class ReplyBatch(ColumnBatch[A]):
     """Answer of a generator."""
 
-    response_ids: Ragged[A] = column("[B, R]", "int64", "engines.generation", "rl.scoring", "the reply", required=True)
+    response_ids: Ragged[A] = column(
+        "[B, R]", "int64", "engines.generation", "sampling.scoring", "the reply", required=True
+    )
     rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
-    ended: A = column("[B]", "bool", "engines.generation", "rl.experience", "False: cut off")
+    ended: A = column("[B]", "bool", "engines.generation", "ppo.experience", "False: cut off")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -157,18 +169,20 @@ class Rollout(ReplyBatch[A]):
     """Sampled replies; those to one prompt follow one another. Columns from `prompt_ids` on are those of episodes."""
 
     seed: A = _SEED
-    version: A = column("[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of its policy, the oldest")
-    prompt: A = column("[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "index of the stage's prompt")
-    prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "rl.scoring", "the environment's first prompt")
+    version: A = column("[B]", "int64", _LOOP, "ppo.metrics, ppo.ledger_writer", "updates of its policy, the oldest")
+    prompt: A = column("[B]", "int64", _LOOP, "sampling.scoring, ppo.ledger_writer", "index of the stage's prompt")
+    prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "sampling.scoring", "the environment's first prompt")
     response_mask: Ragged[A] = _RESPONSE_MASK
     turn_rewards: Ragged[A] = column("[B, R]", "float32", _EPISODE, _EXPERIENCE, "of a turn, on its last token")
-    turns: A = column("[B]", "int32", _EPISODE, "rl.metrics", "number of the policy's turns")
-    episode_reward: A = column("[B]", "float64", _EPISODE, "rl.reward_sources", "sum of rewards; NaN: failed")
-    failure: A = column("[B]", "str", _EPISODE, "rl.reward_sources", "reason of the failure, or empty")
-    info: A = column("[B]", "str", _EPISODE, "rl.metrics", "JSON: the environment's numbers, summed over the turns")
-    answers: A = column("[B]", "str", _EPISODE, "lineage.replay", "JSON: the environment's answers, an agent's record")
+    turns: A = column("[B]", "int32", _EPISODE, "ppo.metrics", "number of the policy's turns")
+    episode_reward: A = column("[B]", "float64", _EPISODE, "rewards.reward_sources", "sum of rewards; NaN: failed")
+    failure: A = column("[B]", "str", _EPISODE, "rewards.reward_sources", "reason of the failure, or empty")
+    info: A = column("[B]", "str", _EPISODE, "ppo.metrics", "JSON: the environment's numbers, summed over the turns")
+    answers: A = column("[B]", "str", _EPISODE, "trust.replay", "JSON: the environment's answers, an agent's record")
     branches: Ragged[A] = _BRANCHES
-    ran_again: A = column("[B]", "int32", "rl.agent_records", "rl.metrics", "how often infrastructure failed an agent")
+    ran_again: A = column(
+        "[B]", "int32", "agents.agent_records", "ppo.metrics", "how often infrastructure failed an agent"
+    )
     """Not in the ledger, whose bytes no failed process changes."""
 
     @property
@@ -193,7 +207,7 @@ class Scores(ColumnBatch[A]):
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")
-    scores: A = column("[B]", "float32", "models.reward_objective", "rl.reward_models", "of a reward model")
+    scores: A = column("[B]", "float32", "models.reward_objective", "rewards.reward_models", "of a reward model")
     reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
