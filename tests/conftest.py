@@ -21,5 +21,5 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def message_texts(request: pytest.FixtureRequest, tmp_path: Path) -> Messages:
-    """What the test is told, compared with tests/messages."""
+    """Compares messages with their texts in tests/messages."""
     return Messages(request.path, request.node.name, tmp_path)

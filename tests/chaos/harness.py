@@ -55,7 +55,7 @@ HIT_SECONDS = 10
 LEFT_SECONDS = 20
 """Time for the processes of a run to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-"""What is drawn; a case may also say "interrupt", as Ctrl-C does."""
+"""Faults to draw from; a case may also ask for "interrupt", as Ctrl-C sends."""
 SIGNALS = ACTIONS | {"interrupt": signal.SIGINT}
 STALL_SECONDS = 60
 """Time without progress after which a run counts as hung. On a busy machine, the start alone may take this long."""

@@ -41,7 +41,7 @@ RANKS = ("test_layouts.py", "test_megatron.py", "test_fsdp2.py", "test_options.p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What workers run together (`--dist loadgroup`): a file, and files that share a server."""
+    """Group tests that must run in one worker (`--dist loadgroup`): each file, and files that share a server."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             shared = "ranks" if item.path.name in RANKS else item.path.name

@@ -38,17 +38,22 @@ def batches(tiny_model: Path) -> list[TextBatch]:
     return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
 
 
+def update(module: HeadedLM, optimizers: list[torch.optim.Optimizer], batches: list[TextBatch]) -> None:
+    """The updates of `run_layout`, of whole batches in one pass."""
+    for number in range(NUM_UPDATES):
+        rows = as_tensors(batches[number % len(batches)])
+        module.zero_grad()
+        training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     """Weights after the same updates by torch's AdamW, of whole batches in one pass, in float64."""
     module = HeadedLM(load_model(model), scalar_head=True).double().eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
-    for number in range(NUM_UPDATES):
-        rows = as_tensors(batches[number % len(batches)])
-        loss = training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
-        optimizer.step()
+    update(module, [optimizer], batches)
     return {name.removeprefix("lm."): p.detach().numpy() for name, p in module.named_parameters()}
 
 
@@ -139,7 +144,7 @@ def mixture(directory: Path, tiny_model: Path) -> Path:
 
 
 def balanced(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch]) -> Any:
-    """Steps on the loss of a rollout and on that of the model's own."""
+    """Weights after steps on a rollout's loss and the model's auxiliary loss."""
     assert learner.engine is not None
     for rows in batches:
         learner.train(deal(rows), StepTotals.of(rows), CONFIG.lr)
@@ -147,7 +152,7 @@ def balanced(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: 
 
 
 def test_a_mixture_of_experts_learns_as_under_zero(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
-    """Of the same micro-batches, since the model's own loss is one of each."""
+    """With the same micro-batches, since each has its own auxiliary loss."""
     model = mixture(tmp_path / "mixture", tiny_model)
     layouts = ({"zero_stage": 2, "num_workhorses": 2}, FSDP2)
     [zero, _], [fsdp2, _] = (run_ranks(spec_of(model, each, 32), tmp_path, balanced, batches) for each in layouts)
@@ -182,14 +187,7 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
     others = [p for p in named.values() if not any(p is matrix for matrix in hidden)]
     muon = torch.optim.Muon(hidden, lr=CONFIG.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
-    for number in range(NUM_UPDATES):
-        rows = as_tensors(batches[number % len(batches)])
-        loss = training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss
-        module.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
-        muon.step()
-        adamw.step()
+    update(module, [muon, adamw], batches)
     for name, parameter in named.items():
         expected, found = parameter.detach().numpy(), muon_alone.weights[name.removeprefix("lm.")]
         assert np.linalg.norm(found - expected) < 5e-5 * np.linalg.norm(expected), name

@@ -1,4 +1,4 @@
-"""Who can reach the processes of a run: what listens, where, and whether it asks for a token or a password."""
+"""Which processes of a run others can reach: their ports, and whether they ask for a token or a password."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xray_runtime.kernel.processes import tagged
 
 @dataclass(frozen=True)
 class Exposure:
-    """Of the processes that carry a run's mark."""
+    """The open ports of the processes that carry a run's mark."""
 
     num_processes: int
     listening_to_others: list[tuple[str, str | None]] = field(default_factory=list)
     """(command line, RAY_AUTH_MODE) of those that listen on more than loopback."""
     prefect_status: int = 200
-    """What the run's Prefect answers to whoever has no password."""
+    """Status with which the run's Prefect answers a request without a password."""
 
 
 def exposure_of(pid: int) -> Exposure:
-    """Of the run that process `pid` started."""
+    """The exposure of the run that process `pid` started."""
     marks = set()
     for child in psutil.Process(pid).children(recursive=True):
         # Some live for moments alone.

@@ -80,8 +80,8 @@ def training_loop(
     steps: int,
     best: BestVersion | None = None,
 ) -> None:
-    """Train the one model in `models` for `steps` steps; `best` is the version to end with, by `validation`."""
-    config, skipped, start = stage.config, SkippedSteps(), 0.0
+    """Train the one model in `models` for `steps` steps; `best` keeps the version that `validation` scores highest."""
+    config, skipped = stage.config, SkippedSteps()
     validation = config.validation if best is not None else None
     [(role, model)] = models.items()
     stepper = Stepper(stage, [Learning(role, model)], steps, skipped)
