@@ -24,7 +24,7 @@ class Command:
     """Called with every workspace that opens, to show progress."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
-    place: Path | None = None
+    run_directory: Path | None = None
     tags: Mapping[str, str] | None = None
     tracking_uri: str | None = None
 

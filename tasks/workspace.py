@@ -82,7 +82,7 @@ class Workspace(Graph):
         gates: Mapping[str, Any] | None = None,
         terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
         record: Mapping[str, Any] | None = None,
-        place: Path | None = None,
+        run_directory: Path | None = None,
         tags: Mapping[str, str] | None = None,
         tracking_uri: str | None = None,
         on_open: Callable[[Workspace], None] | None = None,
@@ -107,7 +107,7 @@ class Workspace(Graph):
                 source: value if isinstance(value, SourceTerms) else validate_as(SourceTerms, value, f"terms.{source}")
                 for source, value in (terms or {}).items()
             },
-            place=command.place or place,
+            run_directory=command.run_directory or run_directory,
             tags=command.tags or tags,
             tracking_uri=command.tracking_uri or tracking_uri,
         )

@@ -34,7 +34,7 @@ def read(response: httpx.Response, within_s: float) -> bytes:
         content += part
         _check_size(content)
         if time.monotonic() > end:
-            raise httpx.ReadTimeout(f"no whole answer within {within_s:g} s")
+            raise httpx.ReadTimeout(f"no complete answer within {within_s:g} s")
     return bytes(content)
 
 

@@ -77,7 +77,7 @@ def test_damage_on_the_way_is_noticed(damage: Callable[[list[Any]], object], mes
         (["generator.addresses=[]"], r"generator\.addresses: "),
         (["generator.addresses=[127.0.0.1:9]"], r"generator\.addresses\.0: "),
         (["generator.addresses=[http://me:secret@host]"], r"a login in 'http://host' is not allowed"),
-        (["generator.addresses=[http://a,http://a]"], "'http://a' is there twice"),
+        (["generator.addresses=[http://a,http://a]"], "'http://a'is listed twice"),
         (["generator.tensor_parallel=2"], r"tensor_parallel = 2 is not supported with engine = 'server' \(deepspeed"),
         (["runtime.generator_replicas=2"], "generator_replicas = 2 is not supported .*: list more addresses"),
         (

@@ -322,7 +322,7 @@ def test_other_bytes_of_the_same_rollouts_are_a_difference(published: Published,
     pq.write_table(pq.read_table(path), path, compression="none")
     result = published.replay(1, tmp_path / "again")
     assert str(result.difference) == (
-        "iteration 1, ledger/000001.parquet: other bytes for the same values in the ledger, those of the values "
+        "iteration 1, ledger/000001.parquet: the same values in different bytes in the ledger, those of the values "
         "computed again"
     )
     assert result.changed_since

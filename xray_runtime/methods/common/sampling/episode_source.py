@@ -94,12 +94,12 @@ class EpisodeSource(Protocol):
 
     def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> EpisodesInFlight:
         """For `in_flight_updates`, which only agents allow. `episodes` is what `open` gave."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def examples(self, record: str, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
         """Rows for SFT of the conversation `name`, from an episode's `Rollout.answers`; only agents' episodes are
         made into data."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
 
 def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:
