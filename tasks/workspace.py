@@ -21,7 +21,7 @@ from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.tasks.command import current_command
-from xray.tasks.preflight import check_servers, check_stages
+from xray.tasks.preflight import check_servers, check_services, check_stages
 from xray.tasks.register import register as register_task
 from xray.tasks.result import Result
 from xray.tasks.run_record import RunRecord
@@ -190,6 +190,7 @@ class Workspace(Graph):
     def submit(self, call: StageCall) -> None:
         if not self._checked:
             check_stages([call], self.runtime.device, nodes())
+            check_services(self, [call], self.runtime.device, self.output)
         if call.kind.registered_in == "__main__":
             raise ConfigError(
                 f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"

@@ -100,7 +100,7 @@ def header(kind: bytes, size: int) -> bytes:
 
 WHOLE = tarfile.TarInfo("checkpoints/x")
 WHOLE.size = 5000
-NOT_A_FILE, TWICE, OUT, MANY = "neither a plain file nor a directory", "appears twice", "leads out of it", "more than"
+NOT_A_FILE, TWICE, OUT, MANY = "neither a plain file nor a directory", "appears twice", "points outside it", "more than"
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "parent": (named("../escaped"), OUT),
     "parent in the middle": (named("checkpoints/../../escaped"), OUT),

@@ -330,6 +330,6 @@ def test_a_mark_is_of_one_log(tmp_path: Path) -> None:
     shorter = viewed(tmp_path / "one")
     assert shorter.contradicts(kept) is None
     assert shorter.contradicts(longer) == "it has 1 entries and had 2"
-    assert shorter.contradicts(longer.replace(":2:", ":1:")) == "its entry 1was replaced"
+    assert shorter.contradicts(longer.replace(":2:", ":1:")) == "its entry 1 was replaced"
     assert shorter.contradicts(shorter.identity + ":x") == "it is no mark of a log"
     assert len(list(read_lines(tmp_path / "one"))) == 1

@@ -77,7 +77,7 @@ def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Lin
         envelope = read_envelope(text)
         found = read_record(envelope, record)
     except ValueError as error:
-        raise ValueError(f"line {number}is not an entry ({first_line(error)})") from None
+        raise ValueError(f"line {number} is not an entry ({first_line(error)})") from None
     return Line(number, hashlib.sha256(text).hexdigest(), envelope, found.predicate, found.files)
 
 

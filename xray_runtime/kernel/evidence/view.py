@@ -183,7 +183,7 @@ class ChainState:
             return None
         if head.entries > len(self.heads):
             return f"it has {len(self.heads)} entries and had {head.entries}"
-        return f"its entry {head.entries}was replaced"
+        return f"its entry {head.entries} was replaced"
 
 
 @dataclass
