@@ -42,8 +42,8 @@ from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import KTOInputs
     from xray_runtime.methods.kto.config import KTOConfig
+    from xray_runtime.methods.kto.kind import KTOInputs
 
 HELDOUT_PAIRS = 256
 PURPOSE = "kto validation"

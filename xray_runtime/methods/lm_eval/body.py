@@ -33,8 +33,8 @@ from xray_runtime.models.likelihood_objective import LikelihoodObjective
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import LMEvalInputs
     from xray_runtime.methods.lm_eval.config import LMEvalConfig
+    from xray_runtime.methods.lm_eval.kind import LMEvalInputs
 
 BATCH = 512
 NUM_SAMPLES_SHOWN = 24

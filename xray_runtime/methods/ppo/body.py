@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
@@ -161,7 +161,10 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
-    estimator, kl = own_function(stage, "advantages", check_advantages), make_kl_controller(config.kl)
+    estimator, kl = (
+        own_function(stage, "advantages", config.advantages, check_advantages),
+        make_kl_controller(config.kl),
+    )
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import Rollout
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.experience import Experience
+    from xray_runtime.methods.ppo.kind import PPOInputs
     from xray_runtime.rewards.reward_sources import RewardSources
 
 HASH_DIGITS = 32

@@ -25,7 +25,7 @@ from xray_runtime.rewards.reward_reader import CONVERSATION, READS, RewardReader
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import RewardBaseInputs
+    from xray_runtime.methods.reward_base.kind import RewardBaseInputs
     from xray_runtime.methods.reward_model.config import RewardBaseConfig
 
 STEPS = 2

@@ -33,8 +33,8 @@ from xray_runtime.models.objectives import SFTObjective
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import SFTInputs
     from xray_runtime.methods.sft.config import SFTConfig
+    from xray_runtime.methods.sft.kind import SFTInputs
 
 HELDOUT_ROWS = 256
 """Number of held-out conversations for the held-out loss."""
