@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
@@ -114,7 +115,7 @@ class _Loop:
     """The objects that iterations share."""
 
     stage: Stage[PPOConfig, PPOInputs]
-    tokenizer: Any
+    tokenizer: Tokenizer
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
     episodes: EpisodeSampler | None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.pairs import Example
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
@@ -32,7 +33,7 @@ class SamplerSetup:
     stage: Stage[Any, Any]
     generator: ModelHandle
     sampling: Sampling
-    tokenizer: Any
+    tokenizer: Tokenizer
     max_prompt: int
     """The most tokens that an episode may begin with."""
     log_dir: Path
