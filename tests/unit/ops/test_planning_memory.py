@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.message_texts import Messages
 from xray_runtime.algorithms import logprobs
 from xray_runtime.data.batch import StepTotals
 from xray_runtime.models.config import FreshBase, PretrainedBase
@@ -245,21 +246,15 @@ def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", "[1]", "cannot be planned (its config.json is not a JSON object)"),
-        ("config.json", "{", "cannot be planned"),
-        ("other.txt", "", "cannot be planned"),
-        ("model.gguf", "no GGUF", "cannot be planned"),
-    ],
+    ("file", "content"), [("config.json", "[1]"), ("config.json", "{"), ("other.txt", ""), ("model.gguf", "no GGUF")]
 )
-def test_unreadable_models_are_named_with_their_field(tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_unreadable_models_are_named_with_their_field(
+    tmp_path: Path, file: str, content: str, message_texts: Messages
+) -> None:
     (tmp_path / file).write_text(content)
     model = tmp_path / file if file.endswith(".gguf") else tmp_path
-    with pytest.raises(ValueError, match=r"base\.model: '.*' ") as caught:
+    with message_texts.raises(ValueError):
         from_pretrained(PretrainedBase(model=str(model)))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @given(st.floats(min_value=1e6, max_value=1e13))
