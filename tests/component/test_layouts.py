@@ -429,7 +429,7 @@ def test_going_on_under_the_same_layout_gives_the_same_bits(
 
 def pairs_learnt(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> dict[str, Any]:
     """Two steps of a reward model and its scores."""
-    sums = [learner.train(deal(rows), StepTotals(rows=6.0), 1e-3).sums for _ in range(2)]
+    sums = [learner.train(deal(rows), StepTotals(rows=6.0), 1e-3) for _ in range(2)]
     scores = learner.score(deal(TextBatch(input_ids=rows.input_ids)))
     return {"losses": [s.get("loss", 0.0) for s in sums], "scores": scores.scores if len(scores) else None}
 
@@ -501,7 +501,7 @@ def test_parts_are_one_whole_model(
         update = ray.get(policy.export_weights.remote(1))
         exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
     np.testing.assert_allclose(scores.logprobs.values, expected, atol=1e-5)
-    assert stats.sums["policy_loss"] != 0.0
+    assert stats["policy_loss"] != 0.0
     saved, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(tiny_model / "model.safetensors")
     assert saved.keys() == before.keys()
     assert exported.keys() == saved.keys()

@@ -19,7 +19,7 @@ import pytest
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle, Ready
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -93,7 +93,7 @@ class World:
     """Role → how many rows it scored."""
     seeds: list[int] = field(default_factory=list)
     """Of the replies, in order."""
-    shares: list[int] = field(default_factory=list)
+    shares: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of each `score` and `train`: among how many models the threads are shared."""
     approx_kl: Callable[[int], float] = lambda update: 0.0
     """Number of the update → mean KL a token to the rollout's policy that the policy reports."""
@@ -160,9 +160,8 @@ class PPOModel:
         ended = np.ones(len(tokens), bool)
         return ReplyBatch(response_ids=tokens, rollout_logprobs=Ragged(logprobs, tokens.offsets), ended=ended)
 
-    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def _score(self, rows: TextBatch) -> Scores:
         self._note("score")
-        self.world.shares.append(at_once)
         self.world.scored[self.role] += len(rows)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
@@ -176,19 +175,16 @@ class PPOModel:
             return values
         return (values if self.world.value_head else Scores()).with_columns(logprobs=logprobs)
 
-    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self._note("train")
-        self.world.shares.append(at_once)
         self.world.batches.append((self.role, rows, totals, lr))
         kl = self.world.approx_kl(self.updates) * totals.tokens
-        logprobs = self._logprobs(rows)
         self.updates += 1
         values = {"value_loss": 1.0, "value_clip_count": 0.0}
         if self.role == "critic":
-            return StepAnswer(values | {"grad_norm": 3.0}, Scores())
+            return values | {"grad_norm": 3.0}
         counts = dict.fromkeys(("policy_loss", "entropy_sum", "clip_count", "dual_clip_count"), 1.0)
-        sums = counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
-        return StepAnswer(sums, Scores() if "old_logprobs" in rows else Scores(old_logprobs=logprobs))
+        return counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
 
     def _logprobs(self, rows: TextBatch) -> Ragged:
         """The policy's."""
@@ -255,6 +251,9 @@ def attempt(
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+        for role, spec in specs.items():
+            if role != "generator":
+                world.shares[role] = spec.scoring_at_once, spec.training_at_once
         yield {role: model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
 
     out.mkdir()
