@@ -17,6 +17,7 @@ from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, World, attempt, logp
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import Ready, get, get_all
 from xray_runtime.data.batch import StepTotals, TextBatch
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
@@ -36,6 +37,15 @@ def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
     assert len(set(world.seeds)) == 2 * REPLIES
     # Three models score at the same time; one learns alone.
     assert world.shares == {"policy": (3, 1), "reference": (3, 1), "rewards.0": (3, 1)}
+
+
+def test_a_generator_with_models_of_its_own_reads_what_was_published(inputs: PPOInputs, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"generator": GeneratorConfig(), "max_mismatch": 0.05}
+    world = World(surer_by=0.1, updates_in_files=4)
+    attempt(inputs, tmp_path / "out", world, **fields)
+    assert world.calls[-4:] == ["policy save out", "generator load_checkpoint out", "generator probe 3", "policy score"]
+    with pytest.raises(RuntimeError, match=r"^generator and trainer differ by 0\.1 nats per token"):
+        attempt(inputs, tmp_path / "other", World(surer_by=0.1, updates_in_files=3), **fields)
 
 
 def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInputs, tmp_path: Path) -> None:
