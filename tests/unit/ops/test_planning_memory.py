@@ -354,7 +354,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     batch = TextBatch(input_ids=ids, prompt_lengths=torch.full((rows,), 32))
 
     def step() -> None:
-        loss, _, _ = training_loss(model, SFTObjective(), batch, StepTotals(tokens=1.0))
+        loss, _ = training_loss(model, SFTObjective(), batch, StepTotals(tokens=1.0))
         loss.backward()
 
     step()
