@@ -15,13 +15,16 @@ from benchmarks.ranks import run_ranks
 from tests.unit.models.exact import OBJECTIVES, headed, outcome, rows_of
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.models.config import FreshBase
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
-from xray_runtime.models.objectives import Objective, SFTObjective
+from xray_runtime.models.objectives import Objective, SFTObjective, training_loss
+from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.sequence_parallel import SequenceRanks
+from xray_runtime.ops.planner.memory import Layout, activation_bytes
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,3 +87,45 @@ def test_ranks_that_share_tokens_compute_what_one_process_does(tmp_path: Path, n
             for run in each:
                 for ours, theirs in zip(run, expected, strict=True):
                     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def kept_bytes(model: Path, num_tokens: int, ranks: SequenceRanks | None = None) -> int:
+    """Bytes that a training pass over one row keeps for its backward pass, weights apart."""
+    module = HeadedLM(load_model(model)).eval()
+    if ranks is not None:
+        module.share_sequences(ranks, "engine")
+    ids = np.random.default_rng(0).integers(5, 280, size=num_tokens).tolist()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    rows = as_tensors(TextBatch.of([ids[:1]], [ids[1:]]))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = training_loss(module, SFTObjective(), rows, StepTotals(tokens=num_tokens))
+    assert made.loss.isfinite()
+    for parameter in module.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def kept_by_rank(learner: Learner, deal: Any, num_tokens: int) -> int:
+    return kept_bytes(learner.spec.directory, num_tokens, learner.module.sequence_ranks)
+
+
+@pytest.mark.parametrize("num_tokens", [2**11, pytest.param(2**15, marks=pytest.mark.long)])
+def test_two_ranks_hold_half_of_a_row_each(tmp_path: Path, num_tokens: int) -> None:
+    """Measured, and as planned."""
+    sizes = BASE.model_copy(update={"num_layers": 2, "max_positions": 2**15})
+    model = make_model(tmp_path / "model", sizes)
+    spec = spec_of(model, {"library": "fsdp2", "sequence_parallel": 2, "num_workhorses": 2})
+    held, shape = run_ranks(spec, tmp_path, kept_by_rank, num_tokens), from_pretrained(PretrainedBase(model=str(model)))
+    whole = kept_bytes(model, num_tokens)
+    # Beside the layers' activations: the final states, and of each token the log-softmax, which the planner books with
+    # the logits.
+    beside = 4 * num_tokens * (shape.hidden_size + shape.vocab_size)
+    for sp, measured in ((1, whole), (2, max(held))):
+        planned = activation_bytes(shape, num_tokens, 4, Layout(sp=sp)) + beside // sp
+        assert measured == pytest.approx(planned, rel=0.05)
+    assert max(held) == pytest.approx(whole / 2, rel=0.02)

@@ -151,8 +151,7 @@ class HeadedLM(nn.Module):
         """Compute, from now on, this rank's share of each micro-batch's tokens. Raises ValueError, which names `field`:
         the model cannot be shared so."""
         refused, heads = f"{field}.sequence_parallel: {ranks.size} is not allowed", self.lm.config.num_attention_heads
-        if self.has_trunk:
-            raise ValueError(f"{refused} with trainable_layers: the states of a frozen trunk are kept whole")
+        assert not self.has_trunk, "refused with the config"
         if not self.packs:
             raise ValueError(f"{refused}: the sequences of a {type(self.lm).__name__} cannot be packed into one row")
         if heads % ranks.size:

@@ -72,7 +72,7 @@ class Changes:
     def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
         """The models of PPO with `count` parameters each, with these changes."""
         options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
-        workload = from_parameters(count, sequence_tokens, options)
+        workload = from_parameters(count, min(sequence_tokens, self.row_tokens or sequence_tokens), options)
         if self.micro_batch_tokens is None:
             return workload
         others = workload.open_choices - {"micro_batch_tokens"}
