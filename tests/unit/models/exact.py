@@ -54,7 +54,7 @@ def outcome(
         tensors = as_tensors(rows.take(batch))
         if not shared:
             tensors = tensors.with_columns(alike=None)
-        loss, _, _ = training_loss(module, objective, tensors, TOTALS)
+        loss, _ = training_loss(module, objective, tensors, TOTALS)
         loss.backward()
         total += loss.item()
     return total, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

@@ -62,8 +62,10 @@ def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[in
     assert len(row) == int(trees.stems.sum() + trees.branches.sum())
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in OBJECTIVES), *((family, "policy") for family in PACKED if family != "llama")],
+)
 def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str) -> None:
     module, objective = headed(family), OBJECTIVES[name]()
     rows = rows_of(objective)
@@ -88,7 +90,7 @@ def test_how_many_sequences_attend_in_one_call_does_not_show(
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("max_tokens", [1, 8, 12, 20])
+@pytest.mark.parametrize("max_tokens", [1, 12])
 def test_micro_batches_and_recomputation_do_not_show(name: str, max_tokens: int) -> None:
     module, objective = headed(), OBJECTIVES[name]()
     rows = rows_of(objective)
