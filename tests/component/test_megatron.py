@@ -158,7 +158,7 @@ def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path,
     np.testing.assert_allclose(output_layer(MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2}), alone, rtol=1e-6)
 
 
-@pytest.mark.parametrize("field", ["pipeline_parallel", "zero_stage"])
+@pytest.mark.parametrize("field", ["pipeline_parallel", pytest.param("zero_stage", marks=pytest.mark.long)])
 def test_cuda_options_are_refused_on_cpu(tiny_model: Path, tmp_path: Path, field: str, message_texts: Messages) -> None:
     layout = MEGATRON | {field: {"pipeline_parallel": 2, "zero_stage": 1}[field], "num_workhorses": 2}
     with pytest.raises(RuntimeError) as caught:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.message_texts import Messages
 from xray_runtime.algorithms import logprobs
 from xray_runtime.data.batch import StepTotals
 from xray_runtime.models.config import FreshBase, PretrainedBase
@@ -141,7 +142,7 @@ def test_memory_of_loading() -> None:
     def trained(width: int, **layout: int) -> int:
         return training_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading
 
-    # float32 is read into its place. What is rounded is there twice, and what is shared out once whole.
+    # float32 is read into its place. What is rounded is listed twice, and what is shared out once whole.
     assert (frozen(4), frozen(2)) == (0, 4 * largest)
     assert (frozen(4, zero_stage=3, dp=2), frozen(2, zero_stage=3, dp=2)) == (4 * largest, (4 + 2) * largest)
     assert trained(4) == 8 * n
@@ -245,21 +246,15 @@ def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", "[1]", "cannot be planned (its config.json is not a JSON object)"),
-        ("config.json", "{", "cannot be planned"),
-        ("other.txt", "", "cannot be planned"),
-        ("model.gguf", "no GGUF", "cannot be planned"),
-    ],
+    ("file", "content"), [("config.json", "[1]"), ("config.json", "{"), ("other.txt", ""), ("model.gguf", "no GGUF")]
 )
-def test_unreadable_models_are_named_with_their_field(tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_unreadable_models_are_named_with_their_field(
+    tmp_path: Path, file: str, content: str, message_texts: Messages
+) -> None:
     (tmp_path / file).write_text(content)
     model = tmp_path / file if file.endswith(".gguf") else tmp_path
-    with pytest.raises(ValueError, match=r"base\.model: '.*' ") as caught:
+    with message_texts.raises(ValueError):
         from_pretrained(PretrainedBase(model=str(model)))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @given(st.floats(min_value=1e6, max_value=1e13))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
-from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
@@ -228,11 +228,19 @@ def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: Pha
 
 
 def _published(loop: _Loop, out: Path) -> int:
-    """Write the policy that the stage ends with; returns the number of its updates."""
+    """Write the policy that the stage ends with, and have a generator with models of its own read it from the files;
+    returns the number of its updates."""
     loop.monitor.write_record(out)
     if loop.monitor.end is not None:
         loop.monitor.versions.copy(loop.monitor.end, out)  # the one before the signs of a hacked reward
         return loop.monitor.end
-    done, models = loop.stage.config.iterations, loop.models
+    config, models = loop.stage.config, loop.models
+    done = config.iterations
     loop.validation.score_last(models, done, loop.episodes)
-    return loop.validation.best.save(models, out, done, loop.validation.record())
+    kept = loop.validation.best.save(models, out, done, loop.validation.record())
+    # An earlier version was compared with transformers' model as it was written, and no model has it any more.
+    reads = config.generator.capabilities.own_models and config.lora is None and not config.in_flight_updates
+    if kept == done and reads:
+        get(models["generator"].load_checkpoint.remote(out, done + 1))
+        loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())
+    return kept

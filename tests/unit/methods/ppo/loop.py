@@ -23,6 +23,7 @@ from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals,
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.kernel.store.shared import SharedFolder
@@ -101,6 +102,8 @@ class World:
     """How much its log-probabilities differ from the policy's."""
     surer_by: float = 0.0
     """What a minibatch step adds to the policy's log-probabilities, and a sync to the generator's."""
+    updates_in_files: int = 0
+    """Number of updates of the policy that is read from files."""
 
 
 def logprob(tokens: np.ndarray) -> np.ndarray:
@@ -133,6 +136,7 @@ class PPOModel:
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
         self.load_state = Method(self, "load_state", self._load)
+        self.load_checkpoint = Method(self, "load_checkpoint", self._load_checkpoint)
         self.sleep = Method(self, "sleep", lambda synced_next=False: self._note("drop" if synced_next else "sleep"))
         self.wake_up = Method(self, "wake_up", lambda: self._note("wake_up"))
         self.load_weights = Method(self, "load_weights", lambda update: pytest.fail("PPO syncs by `follow`"))
@@ -149,6 +153,10 @@ class PPOModel:
         self._note(f"follow {version}")
         self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
         return f"{self.updates} steps, {self.surer:g}"
+
+    def _load_checkpoint(self, directory: Path, version: int) -> None:
+        self._note(f"load_checkpoint {directory.name}")
+        self.version, self.updates = version, self.world.updates_in_files
 
     def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         probe = len(rows) != REPLIES
@@ -243,6 +251,8 @@ def attempt(
             "max_new_tokens": MAX_NEW_TOKENS,
             "rewards": [reward_term(model="rewards.0")],
             "kl": KLConfig(coef=0.1, target=2.0, horizon=8.0),
+            # Without models of its own, so that it need not read what was written.
+            "generator": GeneratorConfig(engine="transformers"),
         }
         | fields
     )

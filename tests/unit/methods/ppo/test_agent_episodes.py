@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
@@ -159,10 +160,7 @@ def test_a_split_into_branches_is_undone() -> None:
     assert len(set(split.rows.id.tolist())) == 3
     logprobs = Ragged.of([[0.1, 0.2, 0.3], [0.4], [0.5]], np.float32)
     merged = split.merged(Scores(logprobs=logprobs, final_values=np.array([1.0, 2.0, 3.0])))
-    assert [row.tolist() for row in merged.logprobs] == [
-        pytest.approx([0.1, 0.2, 0.3, 0.4]),
-        pytest.approx([0.5]),
-    ]
+    assert [row.tolist() for row in merged.logprobs] == [pytest.approx([0.1, 0.2, 0.3, 0.4]), pytest.approx([0.5])]
     assert merged.final_values.tolist() == [2.0, 3.0]
     assert [length for _, length in decoded_branches(branches.values[:9])] == [3, 1]
 
@@ -401,20 +399,19 @@ def test_a_worker_that_dies_is_infrastructure_and_no_reward(
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
+    "environment",
     [
-        ({"agent": "a:b", "url": "http://h"}, "exactly one of agent, command and url must be set, not agent and url"),
-        ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out with url: X-ray does not start it"),
-        ({"agent": "a:b", "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
-        ({"command": ["a"], "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
-        ({"agent": "a:b", "max_turns": 3}, "max_turns"),
-        ({"agent": "a:b", "max_tokens": 2}, "max_tokens = 2 must be at least max_new_tokens = 16"),
+        {"agent": "a:b", "url": "http://h"},
+        {"url": "http://h", "venv": "v"},
+        {"agent": "a:b", "sandbox": "http://h", "venv": "v"},
+        {"command": ["a"], "sandbox": "http://h", "venv": "v"},
+        {"agent": "a:b", "max_turns": 3},
+        {"agent": "a:b", "max_tokens": 2},
     ],
 )
-def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as error:
+def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         validate_as(PPOConfig, {"environment": environment}, "ppo")
-    assert "\n" not in str(error.value)
 
 
 def test_metrics_sum_over_episodes() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, logprob
@@ -197,15 +198,7 @@ def test_an_episode_that_ended_begins_anew_when_its_group_is_complete_too_late(
     assert all(iteration - 1 <= call["version"] for call in record["calls"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"lag": 0}, "in_flight_updates = True must be False with lag = 0"),
-        ({"environment": None}, "in_flight_updates = True must be False without an agent: set environment to one"),
-        ({"environment": {"path": "a:b"}}, "in_flight_updates = True must be False without an agent"),
-    ],
-)
-def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as error:
+@pytest.mark.parametrize("fields", [{"lag": 0}, {"environment": None}, {"environment": {"path": "a:b"}}])
+def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         validate_as(PPOConfig, options(**fields), "ppo")
-    assert "\n" not in str(error.value)
