@@ -88,7 +88,7 @@ def trainings() -> list[Deployment]:
         Deployment(
             "lifecycle",
             "xray.flows.lifecycle.lifecycle",
-            "Data to registered policy, every night; unchanged stages come from the cache.",
+            "From data to a registered policy, every night; unchanged stages come from the cache.",
             quickstart,
             queue=QUEUE,
             schedule=("nightly", "0 2 * * *"),

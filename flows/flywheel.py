@@ -1,4 +1,4 @@
-"""The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
+"""The flywheel: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
 
 A canary outlives its cycle: the next call of the flow continues it, and begins a new cycle once it is decided. A person
 promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a cycle works with is

@@ -1,4 +1,4 @@
-"""Answers of HTTP servers that nobody vouches for: read as they arrive, up to a size and a time, never decompressed.
+"""Answers of untrusted HTTP servers: read as they arrive, up to a size and a time, never decompressed.
 
 A few kilobytes can decompress to gigabytes, in more layers than one. So every client asks for the plain answer, and
 refuses any other.

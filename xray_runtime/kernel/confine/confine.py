@@ -1,4 +1,4 @@
-"""Confines a program on this machine as well as that is possible.
+"""Confines a program as well as this machine can.
 
 bubblewrap   a file system of its own with a limited disk, processes and a network of its own, no rights
 namespaces   the same without bubblewrap, where users may make namespaces
