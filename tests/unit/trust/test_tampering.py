@@ -26,7 +26,7 @@ IN_MLFLOW = {
     *("mlflow removed", "mlflow and the log removed", "another mlflow", "a decision rewritten"),
     *("facts of a run that was cut short", "the report beside a run that was cut short"),
 }
-"""Faults that MLflow shows, or in what only a run with MLflow leaves: its files, a decision, the entry that it began."""
+"""Faults that MLflow shows, or in what only a run with MLflow leaves: files, a decision, the entry that it began."""
 
 
 def audited(output: Path) -> Audit:
