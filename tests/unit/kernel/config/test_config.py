@@ -114,6 +114,12 @@ REFUSED = [
     "ppo: {stages: [{critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
     "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {pipeline_parallel: 2, "
     "num_workhorses: 2}}}",
+    "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {sequence_parallel: 2, "
+    "num_workhorses: 2}}}",
+    "sft: {engine: {sequence_parallel: 2, num_workhorses: 3}}",
+    "frozen: {sequence_parallel: 2, tensor_parallel: 2, num_workhorses: 4}",
+    "sft: {engine: {library: megatron, sequence_parallel: 2, num_workhorses: 2}}",
+    "sft: {engine: {sequence_parallel: 2, num_workhorses: 2}}",
     "sft: {engine: {precision: float16}}",
     "sft: {engine: {precision: bfloat16, zero_stage: 0}}",
     "ppo: {stages: [{critic: separate, critic_engine: {offload: cpu, zero_stage: 0}}]}",
@@ -180,7 +186,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("text", REFUSED)
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:90])
 def test_refused_with_one_clear_line(text: str, tmp_path: Path, message_texts: Messages) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
