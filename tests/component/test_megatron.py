@@ -176,7 +176,7 @@ def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[
     runtime = RuntimeConfig(device="cuda")
     with open_models(runtime, logs, {"policy": ModelSpec(model, SFTObjective(), training=training)}) as models:
         policy = models["policy"]
-        stats = [ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 1e-3)).sums for _ in range(3)]
+        stats = [ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 1e-3)) for _ in range(3)]
         update = ray.get(policy.export_weights.remote(1))
         weights = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
     return stats, weights

@@ -64,7 +64,7 @@ def steps(
     refused: dict[str, tuple[dict[str, float], bool]] = {}
 
     def train(rows: TextBatch) -> dict[str, float]:
-        return learner.train(deal(rows), StepTotals(tokens=float(rows.num_response_tokens())), 1e-3).sums
+        return learner.train(deal(rows), StepTotals(tokens=float(rows.num_response_tokens())), 1e-3)
 
     def weights() -> dict[str, np.ndarray]:
         assert learner.engine is not None
@@ -164,7 +164,7 @@ def test_non_finite_outputs_are_refused_with_their_rank(
             assert isinstance(root_cause(caught.value), NonFiniteError)
             assert str(root_cause(caught.value)).startswith(f"{role!r}, rank 0: ")
         wrong = with_value(batches[0], "advantages", math.nan)
-        stats = ray.get(models["policy"].train.remote(wrong, StepTotals(tokens=50.0), 1e-3)).sums
+        stats = ray.get(models["policy"].train.remote(wrong, StepTotals(tokens=50.0), 1e-3))
         assert stats["refused_by"] == 0.0
         assert math.isnan(stats["policy_loss"])
         with pytest.raises(Exception, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight"):

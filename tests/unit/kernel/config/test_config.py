@@ -162,6 +162,27 @@ REFUSED = [
         "sft: trainable_layers = 2 is not supported with engine.pipeline_parallel = 2: a frozen trunk is",
     ),
     (
+        "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {sequence_parallel: 2, "
+        "num_workhorses: 2}}}",
+        "sft: trainable_layers = 2 is not supported with engine.sequence_parallel = 2: the states of a frozen trunk",
+    ),
+    (
+        "sft: {engine: {sequence_parallel: 2, num_workhorses: 3}}",
+        "sft.engine: num_workhorses = 3 must be a multiple of sequence_parallel = 2",
+    ),
+    (
+        "frozen: {sequence_parallel: 2, tensor_parallel: 2, num_workhorses: 4}",
+        "frozen: sequence_parallel = 2 is not supported with tensor_parallel = 2 and pipeline_parallel = 1",
+    ),
+    (
+        "sft: {engine: {library: megatron, sequence_parallel: 2, num_workhorses: 2}}",
+        "sft.engine: sequence_parallel = 2 is not supported with library = 'megatron' (deepspeed, fsdp2 can)",
+    ),
+    (
+        "sft: {engine: {sequence_parallel: 2, num_workhorses: 2}}",
+        "sft.engine.sequence_parallel = 2 must divide base.num_heads = 5",
+    ),
+    (
         "sft: {engine: {precision: float16}}",
         "sft.engine.precision: \"float16\" is not allowed: must be 'auto', 'float32'",
     ),
