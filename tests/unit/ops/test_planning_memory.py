@@ -142,7 +142,7 @@ def test_memory_of_loading() -> None:
     def trained(width: int, **layout: int) -> int:
         return training_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading
 
-    # float32 is read into its place. What is rounded is listed twice, and what is shared out once whole.
+    # float32 is read into its place. What is rounded is there twice, and what is shared out once whole.
     assert (frozen(4), frozen(2)) == (0, 4 * largest)
     assert (frozen(4, zero_stage=3, dp=2), frozen(2, zero_stage=3, dp=2)) == (4 * largest, (4 + 2) * largest)
     assert trained(4) == 8 * n
