@@ -73,8 +73,8 @@ CODES = {
         is_note=True,
     ),
     "kept-unsealed": Meaning(
-        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
-        "X-ray. Training does not read them.",
+        "Tokens, log-probabilities, a snapshot or answers that a stage kept were planted or edited, or are of an older "
+        "version of X-ray. Training does not read them.",
         "Ask who changed it; remove it: what is needed is computed again.",
     ),
 }
