@@ -69,7 +69,7 @@ def shared_by_ranks(learner: Learner, deal: Any, name: str) -> dict[str, Any]:
     return computed(name, learner.module.sequence_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_that_share_tokens_compute_what_one_process_does(tmp_path: Path, name: str, num_ranks: int) -> None:
     """All have the same losses and scores, and their gradients add up."""
