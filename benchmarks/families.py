@@ -29,6 +29,7 @@ from benchmarks.family_recipes import OMIT, RECIPES, SIZES, model_type
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.stage import OpenModels
 from xray_runtime.data.batch import PairBatch, PolicyBatch, PromptBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -48,7 +49,7 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 
 RESULTS = Path(__file__).with_name("families.json")
 RUN_ID = "families"
-RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.1)
+RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
 CELLS = ("base", "SFT", "GRPO", "files = transformers", "files = vLLM", "LoRA", "reward model", "plan")
 YES, NOT_RUN = "●", ""
 VOCABULARY = 320
@@ -66,6 +67,8 @@ class Row:
 
     name: str
     directory: Path
+    run_id: str = RUN_ID
+    """Of the worker pool."""
     results: dict[str, str] = field(default_factory=dict)
     """Cell → `YES`, or the one line in its place."""
     engine: str = "vllm"
@@ -82,8 +85,14 @@ class Row:
     @contextlib.contextmanager
     def models(self, **specs: ModelSpec | GeneratorSpec) -> Iterator[dict[str, Any]]:
         """What a stage would open."""
-        with model_opener(RUNTIME, self.directory / "logs", RUN_ID)(specs) as models:
+        with self.opener(specs) as models:
             yield models
+
+    @property
+    def opener(self) -> OpenModels:
+        logs = self.directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        return model_opener(RUNTIME, logs, self.run_id)
 
 
 def make_source(row: Row) -> Path:
@@ -124,8 +133,7 @@ def base(row: Row) -> str:
 def _base_stage(row: Row, source: Path, engine: str) -> None:
     row.base.mkdir()
     config = HubBase(model=str(source), generator=GeneratorConfig(engine=engine))  # type: ignore[call-arg]
-    opener = model_opener(RUNTIME, row.directory / "logs", RUN_ID)
-    stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=opener)
+    stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=row.opener)
     recorder: Any = SimpleNamespace(progress=lambda *_: None, metrics=lambda *_, **__: None)
     run_base(stage, row.base, recorder)
 
@@ -344,6 +352,11 @@ is the line below that refuses it; **bold** there is a failure.
 """
 
 
+def page(results: dict[str, dict[str, str]]) -> str:
+    """The table, with its explanation."""
+    return TEXT.format(limit=FLOAT32_MISMATCH, table=table(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="ROW", help="these rows alone")
@@ -362,7 +375,6 @@ def main() -> None:
                     break
                 start = time.monotonic()
                 row = Row(name, Path(root) / model_type(name))
-                (row.directory / "logs").mkdir(parents=True)
                 run_row(row)
                 today = datetime.datetime.now(datetime.UTC).date().isoformat()
                 results = read_results(options.results) | {name: row.results | {"date": today}}
@@ -370,7 +382,7 @@ def main() -> None:
                 print(f"{name} ({time.monotonic() - start:.0f} s): {row.results}", flush=True)
                 shutil.rmtree(row.directory)
     if options.out:
-        options.out.write_text(TEXT.format(limit=FLOAT32_MISMATCH, table=table(results)), encoding="utf-8")
+        options.out.write_text(page(results), encoding="utf-8")
 
 
 @contextlib.contextmanager
