@@ -40,7 +40,7 @@ GROUPS = {
     "models": "conversations handles harness_task lag learner memory_model offline published_shards",
     "processes": "failures pool reservations signs staging",
     "vllm": "direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving sleeping_generator",
-    "ranks": "fsdp2 layouts megatron non_finite options",
+    "ranks": "fsdp2 layouts megatron non_finite options sequence_parallel",
     "prefect": "audit_and_promotion review suspension template_databases",
 }
 """Files that share what takes seconds to start, the longest first: a Ray whose Workhorses are used again, vLLM's
