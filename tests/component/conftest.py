@@ -37,7 +37,7 @@ TINY = FreshBase(
 
 
 GROUPS = {
-    "models": "conversations handles harness_task lag learner memory_model offline published_shards",
+    "models": "conversations families handles harness_task lag learner memory_model offline published_shards",
     "processes": "failures pool reservations signs staging",
     "vllm": "direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving sleeping_generator",
     "ranks": "fsdp2 layouts megatron non_finite options sequence_parallel",

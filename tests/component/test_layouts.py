@@ -88,7 +88,7 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
         pytest.param(PP, id="PP 2", marks=pytest.mark.long),
         pytest.param(ALL, id="TP 2 × PP 2 × DP 2"),
         pytest.param(MEGATRON_DP, id="Megatron TP 2 × DP 2", marks=pytest.mark.long),
-        pytest.param(FSDP2, id="FSDP2 × 2"),
+        pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
         pytest.param(SP | FSDP2, id="SP 2, FSDP2", marks=pytest.mark.long),
         pytest.param(SP | {"zero_stage": 0}, id="SP 2, ZeRO-0", marks=pytest.mark.long),
         pytest.param(SP_DP | {"zero_stage": 1}, id="SP 2 × DP 2, ZeRO-1"),
@@ -426,7 +426,7 @@ def test_a_model_goes_on_under_another_layout(
         pytest.param(TP_PP, id="TP 2 × PP 2"),
         pytest.param(MEGATRON, id="Megatron TP 2"),
         pytest.param(FSDP2, id="FSDP2"),
-        pytest.param(SP, id="SP 2", marks=pytest.mark.long),
+        pytest.param(SP, id="SP 2"),
     ],
 )
 def test_going_on_under_the_same_layout_gives_the_same_bits(
@@ -475,7 +475,7 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
     [
         pytest.param({"tensor_parallel": 4, "num_workhorses": 4}, id="TP 4", marks=pytest.mark.long),
         pytest.param({"pipeline_parallel": 3, "num_workhorses": 3}, id="PP 3"),
-        pytest.param({"sequence_parallel": 4, "num_workhorses": 4}, id="SP 4"),
+        pytest.param({"sequence_parallel": 4, "num_workhorses": 4}, id="SP 4", marks=pytest.mark.long),
     ],
 )
 def test_a_split_the_model_does_not_allow_is_refused(

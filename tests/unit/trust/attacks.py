@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tests.unit.live.serving.recording import KEYS, exchange, keep, with_recorder
-from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
+from xray.flows.cycles import Cycle, cycle_directory, read_cycles, write_cycle
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history.audit_check import Finding, read_log
@@ -61,12 +61,6 @@ def _reordered(output: Path, other: Path) -> None:
     _written(output, 2, first)
 
 
-def _chain_cut_short(output: Path, other: Path) -> None:
-    path = output / RECORDED / CHAIN
-    path.write_bytes(b"".join(_lines(path)[:-1]))
-    _segment(output, 2).unlink()
-
-
 def _replaced(output: Path, other: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(output / name)
@@ -78,15 +72,11 @@ ON_DISK: dict[str, Callable[[Path, Path], object]] = {
         output, 1, [row | {"user": "0" * 32} for row in read_segment(_segment(output, 1))]
     ),
     "truncated": lambda output, _: _segment(output, 2).write_bytes(_segment(output, 2).read_bytes()[:-40]),
-    "removed": lambda output, _: _segment(output, 1).unlink(),
     "reordered": _reordered,
-    "replayed segment": lambda output, _: _written(output, 2, read_segment(_segment(output, 1))),
     "segment of another store": lambda output, other: shutil.copy(_segment(other, 1), _segment(output, 1)),
     "line of another store": _line_of_another_store,
     "signed with another key": _signed_with_another_key,
-    "chain cut short": _chain_cut_short,
     "chain removed": lambda output, _: (output / RECORDED / CHAIN).unlink(),
-    "store removed": lambda output, _: shutil.rmtree(output / RECORDED),
     "store of another": lambda output, other: _replaced(output, other, RECORDED),
     "store and keys of another": lambda output, other: _replaced(output, other, RECORDED, "keys"),
 }
@@ -168,7 +158,7 @@ def _verdicts_unsigned(output: Path) -> None:
 
 
 def _invented_cycle(output: Path) -> None:
-    path = place_of(output, _cycle(2)) / "cycle.json"
+    path = cycle_directory(output, _cycle(2)) / "cycle.json"
     path.parent.mkdir(parents=True)
     path.write_text(_cycle(2).model_dump_json(indent=2) + "\n")
 
@@ -190,7 +180,7 @@ BEFORE_A_CYCLE: dict[str, Callable[[Path], object]] = {
     "comparison of another store": _comparison_of_another_store,
     "older verdicts": _older_verdicts,
     "verdicts unsigned": _verdicts_unsigned,
-    "edited cycle": lambda output: _edit(place_of(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"'),
+    "edited cycle": lambda output: _edit(cycle_directory(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"'),
     "invented cycle": _invented_cycle,
 }
 

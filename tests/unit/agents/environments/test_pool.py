@@ -36,9 +36,7 @@ def short_wait_for_a_pong() -> Iterator[None]:
 
 def pool_of(kind: type, num_workers: int = 1, **options: Any) -> EnvironmentPool:
     return EnvironmentPool(
-        f"{samples.__name__}:{kind.__name__}",
-        num_workers,
-        **({"timeout_s": TIMEOUT_S, "memory_mb": 1024} | options),
+        f"{samples.__name__}:{kind.__name__}", num_workers, **({"timeout_s": TIMEOUT_S, "memory_mb": 1024} | options)
     )
 
 
@@ -123,7 +121,7 @@ def test_tools_that_are_async() -> None:
     ("reply", "cause"),
     [
         ("raise", r"episode 0: KeyError: 'no such\nroom'"),
-        ("half", r"episode 0: ValueError: half a character: \ud800"),
+        ("half", r"episode 0: ValueError: a lone surrogate: \ud800"),
         ("stop", "episode 0: RuntimeError: coroutine raised StopIteration"),
         ("leave", "episode 0: SystemExit: 3"),
         (
