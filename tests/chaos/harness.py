@@ -441,9 +441,9 @@ def run_cases(lifecycle: Lifecycle, output: Path, num_cases: int, done: int, see
     return hits, done, bad
 
 
-def nothing_is_lost(baseline: dict[str, Any], tmp_path: Path, cases: list[Case]) -> None:
+def nothing_is_lost(baseline: dict[str, Any], tmp_path: Path, cases: list[Case], lifecycle: Lifecycle = TINY) -> None:
     """Run a lifecycle with the faults of `cases`, and check that it ends like the baseline."""
-    faults = run(tmp_path / "faults", cases)
+    faults = run(tmp_path / "faults", cases, lifecycle)
     log = (tmp_path / "faults.log").read_text()
     (tmp_path / "faults.txt").write_text("\n".join(map(str, faults)))
     lost = differences(baseline, outcome(tmp_path / "faults", [case.damages for case in cases]))
