@@ -23,7 +23,6 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.history.recorded_rows import RECORDED
 from xray_runtime.kernel.history.reference import open_lineage_store, resolve
-from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.flywheel import FlywheelConfig
 from xray_runtime.live.withdrawal import refusal
 from xray_runtime.methods.curate.kind import CURATE
@@ -121,9 +120,7 @@ def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) ->
     model = resolve("ppo-2", output, None)[1].sha256
     keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
     first = begun(output)
-    life, store = Lifecycle(output), open_lineage_store(output, None)
-    models = RegistryView(store.tracking_uri or "").model_of
-    life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
+    life = Lifecycle.resumed(output)
     files = {"config.json": b"{}", "model.safetensors": weights("cycle")}
     tainted = life.add("dpo-cycle", "dpo", files, {"policy": "ppo-2", "preferences": "feedback"}).sha256
     life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-cycle", "evaluate-cycle", win_rate=0.9)
