@@ -17,7 +17,7 @@ from tests.unit.trust.promoting import promoted
 from tests.unit.trust.synthetic import Lifecycle, weights
 from xray.cli.main import app
 from xray.flows import flywheel
-from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
+from xray.flows.cycles import Cycle, cycle_directory, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.graph import recording
@@ -196,7 +196,7 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
         assert "Traceback" not in text
     (output / RECORDED / "00000001.parquet").write_bytes(b"forged")
     code, text = ran("--set", "dpo.epochs=1", "--set", "start=ppo-2")
-    assert (code, "recorded/00000001.parquet: its bytes are others" in text.replace("\n", " ")) == (2, True)
+    assert (code, "recorded/00000001.parquet: its bytes were changed" in text.replace("\n", " ")) == (2, True)
     assert read_cycles(output) == []
     place = output / "flywheel" / "0001"
     place.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
     first = begun(output)
-    path = place_of(output, first) / "cycle.json"
+    path = cycle_directory(output, first) / "cycle.json"
     content = path.read_text()
     path.write_text(content.replace('"begun"', '"candidate"'))
     with pytest.raises(ConfigError, match=r"cycle\.json: is not what the signed log has"):
