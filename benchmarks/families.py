@@ -250,7 +250,7 @@ def plan(row: Row) -> str:
 
 def _step(model: Any, rows: TextBatch, loss: str, count: Callable[[StepTotals], float]) -> float:
     totals = StepTotals.of(rows)
-    return float(get(model.train.remote(rows, totals, LR)).sums[loss]) / count(totals)
+    return float(get(model.train.remote(rows, totals, LR))[loss]) / count(totals)
 
 
 def _check_falls(losses: list[float]) -> None:
