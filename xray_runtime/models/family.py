@@ -108,6 +108,8 @@ class Family:
     logits: Callable[[HFConfig], Logits] = lambda config: Logits()
     """Changes of its output layer's logits."""
     auxiliary: Auxiliary | None = None
+    chosen: str = "num_experts_per_tok"
+    """The config's field with the number of experts that a token takes."""
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""
     megatron: Callable[[HFConfig], bool] = lambda config: False

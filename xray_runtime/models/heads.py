@@ -187,7 +187,10 @@ class HeadedLM(nn.Module):
         assert self._auxiliary_losses is not None
         out = backbone(**inputs, **{self.auxiliary.option: True})
         parts: tuple[Tensor, ...] = getattr(out, self.auxiliary.output)
-        if not self.packs:
+        if self.packs:
+            # A shared prompt, computed once, counts in each of its sequences.
+            parts = tuple(part[inputs["trees"].given] for part in parts)  # type: ignore[attr-defined]
+        else:
             parts = tuple(unpad(part.view(len(lengths), -1, part.shape[-1]), lengths) for part in parts)
         self._auxiliary_losses.append(self.auxiliary.loss(parts, self.lm.config))
         return out

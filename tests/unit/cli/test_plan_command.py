@@ -30,6 +30,14 @@ def planned(*arguments: str) -> dict[str, Any]:
     return content
 
 
+def test_a_mixture_says_what_a_token_takes() -> None:
+    model = "base.model=Qwen/Qwen3-30B-A3B"
+    content = planned("configs/gpu-64.yaml", "--set", model, "--devices", "64", "--memory-gib", "80")
+    assert (content["parameters"], content["active_parameters"]) == (30_532_122_624, 3_353_032_704)
+    experts, tokens = content["experts"], content["micro_batch_tokens"]
+    assert (experts["number"], experts["chosen"], experts["tokens_each"]) == (128, 8, tokens / 16)
+
+
 PAPER = ("--params", "7.5e9", "--devices", "64", "--memory-gib", "80")
 
 

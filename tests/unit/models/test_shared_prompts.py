@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from tests.unit.models.families import PACKED, model
+from tests.unit.models.families import MIXTURES, PACKED, model
 from xray_runtime.cluster.micro_batches import as_tensors, row_groups
 from xray_runtime.data.batch import PairBatch, PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
@@ -117,11 +117,13 @@ def headed(family: str = "llama", **options: Any) -> HeadedLM:
     return module
 
 
-def assert_equal_outcomes(found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+def assert_equal_outcomes(
+    found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]], rel: float = 1e-12
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=rel)
     assert len(found[1]) == len(expected[1]) > 10
     for ours, theirs in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()) + 1e-15)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=rel * float(theirs.abs().max()) + 1e-15)
 
 
 OBJECTIVES: dict[str, Callable[[], Objective]] = {
@@ -139,7 +141,9 @@ def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str)
     rows = rows_of(objective)
     whole = [list(range(7))]
     expected = outcome(module, objective, rows, whole, shared=False)
-    assert_equal_outcomes(outcome(module, objective, rows, whole, shared=True), expected)
+    # Routers give weights in float32.
+    rel = 1e-6 if family in MIXTURES else 1e-12
+    assert_equal_outcomes(outcome(module, objective, rows, whole, shared=True), expected, rel)
 
 
 @pytest.mark.parametrize(("call_scores", "num_blocks"), [(0, 5), (4096, 2)])

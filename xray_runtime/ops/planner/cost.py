@@ -156,7 +156,7 @@ class Links:
 def forward_flops(role: Role, workload: Workload) -> float:
     """FLOPs of one forward pass of one sequence."""
     shape, length = role.shape, workload.sequence_tokens
-    weights = shape.num_layers * shape.layer_parameters() * length
+    weights = (shape.num_layers * shape.layer_parameters() - shape.idle_parameters) * length
     logits = shape.embedding_parameters * workload.response_tokens if role.scores_tokens else 0
     attention = shape.num_layers * shape.num_heads * shape.head_size * length * length
     return 2.0 * (weights + logits + attention)
@@ -231,11 +231,14 @@ def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Ma
     weights = device_parameters(shape, layout.tp, split_vocabulary=True)
     prompt = workload.sequence_tokens - workload.response_tokens
     cached = kv_cache_bytes(shape, running * (prompt + workload.response_tokens // 2), role.weight_bytes, layout.tp)
-    read = (weights * role.weight_bytes + cached) / links.memory
-    compute = running * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    active = weights - shape.idle_parameters // layout.tp
+    # Experts that none of the running sequences takes are not read.
+    idle = 0.0 if shape.experts is None else shape.experts.parameters * (1.0 - shape.experts.taken(running)) / layout.tp
+    read = ((weights - idle) * role.weight_bytes + cached) / links.memory
+    compute = running * 2 * active / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     reduced = _split_seconds(role, layout, running, links)
     step = max(read, compute) + reduced + STEP_S + running * SEQUENCE_S
-    prefill = rows * prompt * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    prefill = rows * prompt * 2 * active / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     return math.ceil(rows / running) * workload.response_tokens * step + prefill
 
 

@@ -142,7 +142,7 @@ def layer_activation_bytes(
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
     2·((4 + 2w)·h + 4), and 4 + 2w for each feature of further norms; attention's q, k, v, its output with a float32
     log-sum, and the concatenated outputs of packed sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and
-    their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
+    their product, 4w·i, and for each expert that a token takes, its input and its output, plain and weighted, 3w·h. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
     their GPT layer keeps 34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
@@ -153,7 +153,8 @@ def layer_activation_bytes(
     norms = (FLOAT32_BYTES + 2 * w) * (2 * shape.hidden_size + shape.extra_norm_width) + 2 * FLOAT32_BYTES
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
     attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
-    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
+    routed = 0 if shape.experts is None else 3 * w * shape.experts.chosen * shape.hidden_size
+    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp) + routed)
 
 
 def activation_bytes(
@@ -275,9 +276,10 @@ def scoring_memory(
 
 
 def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
-    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
+    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers). What
+    is latent is not split by tp."""
     layers, kv_heads = ceil_div(shape.num_layers, pp), ceil_div(shape.num_kv_heads, tp)
-    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
+    return layers * (shape.cached_features or 2 * kv_heads * shape.head_size) * weight_bytes * tokens
 
 
 def generation_memory(
@@ -317,7 +319,8 @@ def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
 def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
     """Elements of the largest tensor of one of `tp` ranks, which all hold the embeddings whole."""
     wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
-    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp))
+    experts = 0 if shape.experts is None else ceil_div(shape.experts.largest_tensor(shape.hidden_size), tp)
+    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp), experts)
 
 
 def _loading_bytes(

@@ -72,4 +72,7 @@ def _is_whole(role: Role) -> bool:
 
 @cache
 def _can_split(library: str, model: str | None) -> tuple[bool, bool]:
-    return (True, True) if model is None else trainer(library).can_split(model)
+    try:
+        return (True, True) if model is None else trainer(library).can_split(model)
+    except OSError:  # a well-known model, of which nothing is here
+        return False, False
