@@ -44,6 +44,8 @@ class TrainerCapabilities:
     """Ranks share each layer's matrices."""
     pipeline_parallel: bool = False
     """Ranks share the layers."""
+    expert_parallel: bool = False
+    """Ranks share each layer's experts."""
     activation_checkpointing: bool = False
     """Activations are computed again in the backward pass."""
     lora: bool = False

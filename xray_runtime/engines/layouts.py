@@ -146,14 +146,19 @@ class EngineConfig(ComputedConfig, PlugSection):
     precision: Precision = "auto"
     """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated and saved in
     float32. `auto`: `bfloat16` on CUDA, and `float32` on CPU and where the trainer needs it."""
+    expert_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of data-parallel Workhorses that share each layer's experts: a token goes to those that hold its own."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, bit-identical results."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for field in ("tensor_parallel", "pipeline_parallel", "activation_checkpointing"):
+        for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "activation_checkpointing"):
             if getattr(self, field) != EngineConfig.model_fields[field].default:
                 self.require(field, f"{field} = {getattr(self, field)}")
+        if self.data_parallel % self.expert_parallel:
+            degree, ranks = self.expert_parallel, self.data_parallel
+            raise ValueError(f"expert_parallel = {degree} must divide the {ranks} data-parallel Workhorses")
         if (sharding := self.capabilities.sharding) is not None:
             self.check_sharding(self.sharding_level, sharding.split_levels)
         return self

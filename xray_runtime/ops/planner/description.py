@@ -137,8 +137,9 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             f"{experts['number']} experts a layer, {experts['tokens_each']:.4g} tokens an expert and pass)"
         )
     console.print(
-        f"{content['parameters'] / 1e6:,.1f}M parameters{active}, sequences of {chosen.workload.sequence_tokens} tokens, "
-        f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
+        f"{content['parameters'] / 1e6:,.1f}M parameters{active}, "
+        f"sequences of {chosen.workload.sequence_tokens} tokens, {machine.num_devices} devices of "
+        f"{machine.memory_bytes / GIB:.3g} GiB",
         highlight=False,
     )
     verdict = "" if planned.fits else "[red]no plan fits; nearest:[/red] "

@@ -142,8 +142,9 @@ def layer_activation_bytes(
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
     2·((4 + 2w)·h + 4), and 4 + 2w for each feature of further norms; attention's q, k, v, its output with a float32
     log-sum, and the concatenated outputs of packed sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and
-    their product, 4w·i, and for each expert that a token takes, its input and its output, plain and weighted, 3w·h. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
-    their GPT layer keeps 34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
+    their product, 4w·i, and for each expert that a token takes, its input and its output, plain and weighted, 3w·h.
+    Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps
+    34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
         scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
