@@ -90,6 +90,8 @@ class Auxiliary:
     """(output, config) → the loss of these tokens, of any number of sequences."""
     coefficient: Callable[[HFConfig], float]
     """Its weight in the whole loss, by the config; 0: it is off."""
+    statistics: Callable[[tuple[Tensor, ...], HFConfig], dict[str, Tensor]]
+    """(output, config) → sums over these tokens for the log, whether the loss is on or off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,9 +68,12 @@ class HeadedLM(nn.Module):
             nn.init.zeros_(self.scalar.bias)
         family = family_of(lm.config.model_type)
         self.parts, self._logits = family.parts, family.logits(lm.config)
-        self.auxiliary = family.auxiliary if family.auxiliary and family.auxiliary.coefficient(lm.config) else None
+        has_routers = family.auxiliary is not None and hasattr(lm.config, family.auxiliary.option)
+        self.noted = family.auxiliary if has_routers else None
+        """What training notes of its passes."""
+        self.auxiliary = self.noted if self.noted and self.noted.coefficient(lm.config) else None
         """The model's own loss, if its config asks for one."""
-        self._auxiliary_losses: list[Tensor] | None = None
+        self._notes: list[tuple[Tensor | None, dict[str, Tensor]]] | None = None
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -160,39 +163,52 @@ class HeadedLM(nn.Module):
 
     def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
-        if self._auxiliary_losses is not None and torch.is_grad_enabled():
+        if self._notes is not None and torch.is_grad_enabled():
             backbone = functools.partial(self._noted, backbone, lengths)
         if self.packs:
             return packed_states(backbone, lengths, prompts, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
+    @property
+    def notes(self) -> bool:
+        """Whether its passes have something to note; those of one stage of a pipeline do not."""
+        return self.noted is not None and not hasattr(self, "stage")
+
     def noting_auxiliary(self) -> HeadedLM:
-        """A module with the same weights, whose passes with gradients note their auxiliary losses."""
+        """A module with the same weights, whose passes with gradients note their auxiliary losses and statistics."""
         # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
         # whole new ones.
         module = HeadedLM.__new__(HeadedLM)
-        module.__dict__ = self.__dict__ | {"_auxiliary_losses": list[Tensor]()}
+        module.__dict__ = self.__dict__ | {"_notes": []}
         return module
 
     def auxiliary_loss(self) -> Tensor:
         """The auxiliary loss [] of all passes since `noting_auxiliary`, times its coefficient."""
         assert self.auxiliary is not None
-        assert self._auxiliary_losses is not None
-        return self.auxiliary.coefficient(self.lm.config) * torch.stack(self._auxiliary_losses).sum()
+        assert self._notes is not None
+        losses = [loss for loss, _ in self._notes if loss is not None]
+        return self.auxiliary.coefficient(self.lm.config) * torch.stack(losses).sum()
+
+    def auxiliary_statistics(self) -> dict[str, Tensor]:
+        """Sums over all passes since `noting_auxiliary`, for the log."""
+        assert self._notes is not None
+        of_all = [sums for _, sums in self._notes]
+        return {name: torch.stack([sums[name] for sums in of_all]).sum() for name in (of_all[0] if of_all else ())}
 
     def _noted(self, backbone: Any, lengths: Tensor, **inputs: Tensor) -> Any:
         """The output of `backbone`, after its auxiliary loss was noted; tokens that pad do not count."""
-        assert self.auxiliary is not None
-        assert self._auxiliary_losses is not None
-        out = backbone(**inputs, **{self.auxiliary.option: True})
-        parts: tuple[Tensor, ...] = getattr(out, self.auxiliary.output)
+        assert self.noted is not None
+        assert self._notes is not None
+        out = backbone(**inputs, **{self.noted.option: True})
+        parts: tuple[Tensor, ...] = getattr(out, self.noted.output)
         if self.packs:
             # A shared prompt, computed once, counts in each of its sequences.
             parts = tuple(part[inputs["trees"].given] for part in parts)  # type: ignore[attr-defined]
         else:
             parts = tuple(unpad(part.view(len(lengths), -1, part.shape[-1]), lengths) for part in parts)
-        self._auxiliary_losses.append(self.auxiliary.loss(parts, self.lm.config))
+        loss = None if self.auxiliary is None else self.auxiliary.loss(parts, self.lm.config)
+        self._notes.append((loss, self.noted.statistics(parts, self.lm.config)))
         return out
 
     def keep_stage(self, layers: range) -> None:

@@ -116,8 +116,9 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     if not components:
         raise TypeError(f"{type(objective).__name__} has no loss: its model is never trained")
     if module.auxiliary is not None:
-        module = module.noting_auxiliary()
         components.append(Auxiliary())
+    if module.notes:
+        module = module.noting_auxiliary()
     forward = objective.forward(module, rows)
     parts: list[Tensor] = []
     sums: Tensors = {}
@@ -129,6 +130,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
             sums[component.logged] = total.detach()
         if coef:
             parts.append(coef * total / component.count(totals))
+    if module.notes:
+        sums |= module.auxiliary_statistics()
     return Loss(sum(parts[1:], parts[0]), sums, forward.columns)
 
 

@@ -14,7 +14,8 @@ from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainer import build_engine
-from xray_runtime.models.families._mixture import load_balancing
+from xray_runtime.methods.common.training.steps import router_metrics
+from xray_runtime.models.families._mixture import load_balancing, router_statistics
 from xray_runtime.models.family import FAMILIES
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective, num_computed_tokens, training_loss
@@ -56,6 +57,20 @@ def test_routers_that_treat_experts_alike_pay_the_number_chosen() -> None:
     assert float(load_balancing((greedy,), SimpleNamespace(num_experts_per_tok=1))) == pytest.approx(2.0, abs=1e-8)
 
 
+def test_statistics_of_routers_by_hand() -> None:
+    # Four experts, two tokens of one: the first layer's tokens take experts 0 and 1, the second's both take 3.
+    first = torch.tensor([[3.0, 0, 0, 0], [0, 3.0, 0, 0]])
+    second = torch.tensor([[0.0, 0, 0, 9.0]] * 2)
+    sums = router_statistics((first, second), SimpleNamespace(num_experts_per_tok=1))
+    assert float(sums["router_tokens"]) == 2
+    # Loads ½ and 1 over a mean of ¼; entropies log 2 and 0 over log 4; 2 and 3 of 4 are idle. Each times two tokens.
+    assert float(sums["router_max_load"]) == pytest.approx(2 * (2 + 4) / 2)
+    assert float(sums["router_entropy"]) == pytest.approx(2 * (0.5 + 0) / 2)
+    assert float(sums["router_idle"]) == pytest.approx(2 * (0.5 + 0.75) / 2)
+    assert router_metrics([{"router_tokens": 2.0, "router_max_load": 6.0}, {}])["router/max_load"] == 3.0
+    assert router_metrics([{"nll": 1.0}]) == {}
+
+
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_sft_of_a_mixture_has_transformers_loss(kind: str) -> None:
     lm = mixture(kind, **ON)
@@ -71,7 +86,8 @@ def test_sft_of_a_mixture_has_transformers_loss(kind: str) -> None:
     difference = float((loss - cross_entropy(module, rows(LENGTHS[:1]), 5.0)).detach())
     assert difference == pytest.approx(0.7 * float(expected.aux_loss), rel=1e-6)
     assert difference > 0.1
-    assert stats.keys() == {"nll"}
+    assert stats.keys() == {"nll", "router_tokens", "router_max_load", "router_entropy", "router_idle"}
+    assert stats["router_tokens"] == 6
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
