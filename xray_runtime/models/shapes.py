@@ -152,17 +152,34 @@ class ModelShape:
 
 
 def from_fresh(config: FreshBase) -> ModelShape:
-    """The shape of our own small Llama, at its largest vocabulary."""
+    """The shape of our own small model, at its largest vocabulary."""
+    experts, head = None, config.hidden_size // config.num_heads
+    if (number := config.num_experts) > 0:
+        matrices = 3 * config.hidden_size * config.intermediate_size
+        experts = Experts(
+            number=number,
+            chosen=config.num_experts_per_tok,
+            width=config.intermediate_size,
+            num_layers=config.num_layers,
+            parameters=config.num_layers * number * matrices,
+        )
+        attention = 2 * config.hidden_size * head * (config.num_heads + config.num_kv_heads)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_size=config.hidden_size // config.num_heads,
-        intermediate_size=config.intermediate_size,
+        head_size=head,
+        intermediate_size=config.intermediate_size * (experts.chosen if experts else 1),
         vocab_size=config.vocab_size,
         tied=True,
         max_positions=config.max_positions,
+        # Norms of queries and keys; routers.
+        extra_layer_parameters=2 * head if experts else 0,
+        extra_norm_width=head * (config.num_heads + config.num_kv_heads) if experts else 0,
+        layer_matrices=attention + number * (matrices + config.hidden_size) if experts else None,
+        family="qwen3_moe" if experts else "llama",
+        experts=experts,
     )
 
 

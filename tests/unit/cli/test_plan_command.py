@@ -54,7 +54,7 @@ def test_the_json_contract() -> None:
     roles = {"policy", "reference", "critic", "reward", "generator"}
     assert content["layout"].keys() == content["memory_gb"].keys() == content["breakdown_gb"].keys() == roles
     for name, layout in content["layout"].items():
-        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "checkpointing", "num_devices"}
+        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "ep", "checkpointing", "num_devices"}
         assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
         parts = dict(content["breakdown_gb"][name])
         loading = parts["weights"] + parts["process"] + parts.pop("loading")

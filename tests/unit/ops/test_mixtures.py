@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.families import model
 from xray_runtime.models.built_shapes import shape_of
-from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.causal_lm import fresh_llama
+from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.pretrained_shapes import from_pretrained
-from xray_runtime.models.shapes import Experts, ModelShape
+from xray_runtime.models.shapes import Experts, ModelShape, from_fresh
 from xray_runtime.ops.planner.cost import forward_flops
-from xray_runtime.ops.planner.memory import Layout, activation_bytes, generation_memory, kv_cache_bytes, training_memory
+from xray_runtime.ops.planner.memory import (
+    Layout,
+    Options,
+    activation_bytes,
+    generation_memory,
+    kv_cache_bytes,
+    training_memory,
+)
+from xray_runtime.ops.planner.model_states import sharding_of
+from xray_runtime.ops.planner.splits import trained_layouts
 from xray_runtime.ops.planner.workload import Role, Workload
 
 SMALL = {
@@ -132,3 +143,48 @@ def test_a_layers_experts_are_the_largest_tensor_that_is_loaded() -> None:
     memory = generation_memory(shape, 2, Layout(), sequences=1, cached_tokens=1)
     # 128 experts' gates and up projections, read in float32 before they are rounded.
     assert memory.loading == 4 * 128 * 2 * 768 * 2048
+
+
+def test_our_own_mixture_is_counted_as_it_is_built(tiny_tokenizer: Any) -> None:
+    sizes = FreshBase(hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, intermediate_size=48, num_experts=4)
+    lm: Any = fresh_llama(sizes, tiny_tokenizer, seed=1)
+    shape = from_fresh(sizes.model_copy(update={"vocab_size": len(tiny_tokenizer)}))
+    assert shape.num_parameters == sum(p.numel() for p in lm.parameters())
+    built = shape_of(lm)
+    assert (shape.experts, shape.active_parameters) == (built.experts, built.active_parameters)
+
+
+def test_ranks_that_share_experts_gather_less() -> None:
+    shape = from_pretrained(PretrainedBase(model="Qwen/Qwen3-30B-A3B"))
+    options = Options(sharding=sharding_of("fsdp2"))
+    whole, shared = (
+        training_memory(shape, 2, Layout(zero_stage=3, dp=8, ep=ep), tokens=1, positions=1, options=options)
+        for ep in (1, 8)
+    )
+    # Of two gathered layers of 128 · 3 · 2,048 · 768 elements of 2 bytes, seven eighths stay with other ranks.
+    assert whole.buffers - shared.buffers == 2 * 2 * 128 * 3 * 2048 * 768 * 7 // 8
+    assert (whole.weights, whole.optimizer) == (shared.weights, shared.optimizer)
+
+
+def test_only_trainers_and_numbers_of_experts_that_can_be_shared_are() -> None:
+    shape = from_pretrained(PretrainedBase(model="mistralai/Mixtral-8x7B-v0.1"))
+
+    def degrees(library: str, experts: Experts | None) -> set[int]:
+        role = Role(
+            name="policy", shape=replace(shape, experts=experts), use="trained", weight_bytes=2, library=library
+        )
+        role = replace(role, options=Options(sharding=sharding_of(library)))
+        workload = Workload(
+            roles=(role,),
+            sequence_tokens=64,
+            response_tokens=32,
+            batch_size=8,
+            rollout_size=8,
+            micro_batch_tokens=64,
+        )
+        return {layout.ep for layout in trained_layouts(workload, 1, 1, 8)}
+
+    assert shape.experts is not None
+    assert degrees("fsdp2", shape.experts) == {1, 2, 4, 8}
+    assert degrees("fsdp2", replace(shape.experts, number=60)) == {1, 2, 4}
+    assert degrees("fsdp2", None) == degrees("deepspeed", shape.experts) == {1}

@@ -190,7 +190,8 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
     compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
-    return _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
+    apart = _split_seconds(role, layout, tokens, links) + _dispatch_seconds(role, layout, tokens, links)
+    return _overlapped(compute, gathered) + passes * apart
 
 
 def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
@@ -218,6 +219,7 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     if layout.zero_stage in (1, 2):
         moved += trained * role.weight_bytes * (layout.dp - 1) / layout.dp
     split = (2 + options.checkpointing) * passes * _split_seconds(role, layout, tokens, links)
+    split += (2 + options.checkpointing) * passes * _dispatch_seconds(role, layout, tokens, links)
     handed = tokens * shape.hidden_size * role.weight_bytes / links.ring(2, layout.tp) + REDUCE_S
     split += 2 * passes * (layout.pp - 1) * handed
     return steps * (_overlapped(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
@@ -318,9 +320,24 @@ def _overlapped(compute: float, moved: float) -> float:
 
 
 def _gather_bytes(role: Role, layout: Layout) -> float:
-    """Bytes that a rank receives to have all weights once under ZeRO-3."""
-    whole = role.shape.num_parameters * role.weight_bytes
-    return whole * (layout.dp - 1) / layout.dp if layout.zero_stage == 3 else 0.0
+    """Bytes that a rank receives to have all weights once under ZeRO-3, and of experts that ranks share its own."""
+    if layout.zero_stage != 3:
+        return 0.0
+    whole, experts = role.shape.num_parameters, 0
+    if layout.ep > 1 and role.shape.experts is not None:
+        experts = role.shape.experts.parameters
+    own = layout.dp // layout.ep
+    received = (whole - experts) * (layout.dp - 1) / layout.dp + experts / layout.ep * (own - 1) / own
+    return received * role.weight_bytes
+
+
+def _dispatch_seconds(role: Role, layout: Layout, tokens: int, links: Links) -> float:
+    """Tokens to the experts that other ranks hold, and back, in a forward pass over `tokens` tokens of a rank."""
+    experts = role.shape.experts
+    if layout.ep == 1 or experts is None:
+        return 0.0
+    size = tokens * experts.chosen * role.shape.hidden_size * role.weight_bytes * (layout.ep - 1) / layout.ep
+    return 2 * experts.num_layers * (size / links.ring(layout.ep) + REDUCE_S)
 
 
 def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> float:

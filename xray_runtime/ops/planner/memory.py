@@ -51,6 +51,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    """Data-parallel ranks that share the experts of each layer, so that none gathers those of others."""
 
     @property
     def num_devices(self) -> int:
@@ -250,7 +252,11 @@ def training_memory(
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers
-        + gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding, offload=options.offload),
+        + gathered_bytes(
+            *(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding),
+            offload=options.offload,
+            ep=layout.ep,
+        ),
     )
 
 

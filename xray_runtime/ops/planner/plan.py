@@ -34,7 +34,11 @@ class RolePlan:
         """Its layout in a few words, such as `ZeRO-2 TP2 DP4 recompute`."""
         layout, options = self.layout, self.role.options
         words = [f"ZeRO-{layout.zero_stage}"] if self.role.use == "trained" or layout.zero_stage else []
-        words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
+        words += [
+            f"{name}{n}"
+            for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp), ("EP", layout.ep))
+            if n > 1
+        ]
         words += ["bf16"] if options.float32_sums else []
         words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
         words += ["offload"] if options.offload else []

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.layouts import TRAINERS
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.workload import Role, Workload
@@ -54,7 +55,20 @@ def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[L
     least = max((each.least_zero_stage for each in options), default=0)
     of_all = [each.sharding.split_levels if tp * pp > 1 else each.sharding.levels for each in options] or [(0,)]
     stages = sorted(stage for stage in set(of_all[0]).intersection(*of_all) if stage >= least)
-    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in (stages[:1] if dp == 1 else stages))
+    for stage in stages[:1] if dp == 1 else stages:
+        yield Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
+        if stage == 3 and tp * pp == 1:
+            degrees = (ep for ep in DEGREES[1:] if dp % ep == 0 and _share_experts(workload.of_use("trained"), ep))
+            yield from (Layout(zero_stage=3, dp=dp, ep=ep) for ep in degrees)
+
+
+def _share_experts(roles: Sequence[Role], degree: int) -> bool:
+    return all(
+        TRAINERS.get(role.library).capabilities.expert_parallel
+        and role.shape.experts is not None
+        and role.shape.experts.number % degree == 0
+        for role in roles
+    )
 
 
 def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
