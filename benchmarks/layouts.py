@@ -51,6 +51,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
     "TP 2 × PP 2 × DP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1},
     **{f"FSDP2 × {n}": {"library": "fsdp2", "num_workhorses": n} for n in (1, 2, 4)},
+    "SP 2, FSDP2": {"library": "fsdp2", "sequence_parallel": 2, "num_workhorses": 2},
+    "SP 2, ZeRO-1": {"sequence_parallel": 2, "num_workhorses": 2, "zero_stage": 1},
+    "SP 2 × DP 2, ZeRO-3": {"sequence_parallel": 2, "num_workhorses": 4, "zero_stage": 3},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
@@ -153,7 +156,7 @@ def updates(
         rows = batches[number % len(batches)]
         tokens = float(rows.num_response_tokens())
         start = time.perf_counter()
-        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr)
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
@@ -227,6 +230,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
             pp=engine.pipeline_parallel,
             dp=engine.data_parallel,
             ep=engine.expert_parallel,
+            sp=engine.sequence_parallel,
         ),
         tokens=1,
         positions=1,
@@ -269,8 +273,9 @@ def _rows(root: Path, base: FreshBase, layouts: dict[str, dict[str, Any]], num_u
 TEXT = """# Training layouts, compared
 
 Made by `python -m benchmarks.layouts --out docs/layouts.md` (CPU, gloo, float32, one thread a process). Under each
-layout {updates} PPO updates of a Llama of 4.7M parameters, below of a mixture of four experts, with a value head, on the
-same {batches} global batches of {rows} ragged rows, in micro-batches of at most {tokens} tokens. Largest relative differences from one process:
+layout {updates} PPO updates of a Llama of 4.7M parameters, below of a mixture of four experts, with a value head, on
+the same {batches} global batches of {rows} ragged rows, in micro-batches of at most {tokens} tokens. Largest relative
+differences from one process:
 
 - *loss*: of any update's loss, relative to the largest loss;
 - *gradient norm*: of any update's global norm before clipping;
@@ -283,7 +288,8 @@ same {batches} global batches of {rows} ragged rows, in micro-batches of at most
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
+table. Ranks of SP, sequence parallelism, share the tokens of each micro-batch's row of packed sequences, and hold the
+same states as DP. Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """

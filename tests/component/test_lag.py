@@ -20,7 +20,7 @@ from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.opening import WORKHORSES
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
@@ -96,7 +96,7 @@ WORKHORSES[SlowGeneratorSpec] = SlowGenerator
 class SlowObjective(PPOObjective):
     """Every update but the last lasts until the rollout that is beside it has begun."""
 
-    def forward(self, module: HeadedLM, rows: PolicyBatch[torch.Tensor]) -> PolicyForward:
+    def forward(self, module: HeadedLM, rows: TextBatch[torch.Tensor]) -> PolicyForward:
         number = ray.get(ray.get_actor(MEETING).begin.remote("update"))
         if number < ITERATIONS:
             await_other("update", number, "rollout", number + 1)
@@ -172,7 +172,8 @@ def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_mod
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("lag", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long  # `test_ppo_loop` says it of a loop whose models are in one process
+@pytest.mark.parametrize("lag", [2, 4])
 def test_older_replies_are_weighed_and_a_stage_goes_on_to_the_same_bytes(
     cluster: None, tiny_model: Path, tmp_path: Path, lag: int
 ) -> None:

@@ -34,17 +34,18 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
     import torch
     import transformers
 
-    from xray_runtime.models.causal_lm import ATTENTION
+    from xray_runtime.models.attention import attention_of
 
     try:
         if fields is None:
             config = transformers.AutoConfig.from_pretrained(locate(model)[0], **NO_CODE)
         else:
             config = transformers.AutoConfig.for_model(**fields)
-        attention = ATTENTION if fields is None else "eager"
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
-            lm: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, **NO_CODE)
+            lm: Any = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention_of(config), **NO_CODE
+            )
         lm.tie_weights()
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")

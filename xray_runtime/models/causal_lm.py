@@ -24,6 +24,7 @@ from xray_runtime.data.tokenizing import named_template
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.source_checks import (
@@ -41,7 +42,6 @@ from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plai
 if TYPE_CHECKING:
     from xray_runtime.models.config import FreshBase
 
-ATTENTION = "sdpa"
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 
@@ -269,7 +269,7 @@ def without_weights(config: Any) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
         return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION, **NO_CODE
+            config, dtype=torch.float32, attn_implementation=attention_of(config), **NO_CODE
         )
 
 
@@ -323,11 +323,13 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
+    gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **gguf)
     loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
-        attn_implementation=ATTENTION,
+        attn_implementation=attention_of(config),
         output_loading_info=True,
         use_safetensors=None if "gguf_file" in options else True,  # never a .bin, which is a pickle
         **(options | NO_CODE),

@@ -109,6 +109,9 @@ class Family:
     """Fields that `beyond` needs to be written out, besides a Llama's."""
     logits: Callable[[HFConfig], Logits] = lambda config: Logits()
     """Changes of its output layer's logits."""
+    attention: Callable[[HFConfig], str] = lambda config: "sdpa"
+    """transformers' attention that computes all of a config's; "eager" where it caps scores. Where transformers has no
+    "sdpa" for a class, "eager" is taken anyway."""
     auxiliary: Auxiliary | None = None
     chosen: str = "num_experts_per_tok"
     """The config's field with the number of experts that a token takes."""

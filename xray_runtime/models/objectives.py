@@ -9,7 +9,7 @@ or a pair of a micro-batch, and their weights w_c; n_c is its own count over *al
 
 Rows are a `TextBatch` of tensors. `input_ids` has N values: each row's prompt and response after those of the row
 before. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the frozen lower layers' output
-where it is already known; of pairs, `rejected_trunk` that of the rejected side. `alike` [B'] is, for each of the
+where it is already known. `alike` [B'] is, for each of the
 `sequences`, the first with the same prompt: where it is given, the model computes a shared prompt once.
 """
 
@@ -27,6 +27,7 @@ from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
+from xray_runtime.models.sequence_parallel import States
 
 Texts: TypeAlias = TextBatch[Tensor]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -38,11 +39,9 @@ class Forward(Generic[R]):
 
     def __init__(self, module: HeadedLM, rows: R) -> None:
         self.module, self.rows = module, rows
-        self.columns: Scores[Tensor] = Scores()
-        """Given back to the caller, row by row."""
 
     @cached_property
-    def hidden(self) -> Tensor:
+    def hidden(self) -> States:
         """Last hidden states [N', H] of `sequences`."""
         return last_hidden(self.module, self.rows)
 
@@ -67,6 +66,8 @@ class Terms:
 class Component(Generic[F]):
     """One component of a loss; by default with coefficient 1, as a mean over the response tokens that count."""
 
+    counted: ClassVar[str] = "tokens"
+    """The count of the step that its mean divides by: `tokens`, `rows`, or a name in `StepTotals.counts`."""
     logged: ClassVar[str | None] = None
     """Name of Σ w x among the sums for the log; None: it is not logged."""
 
@@ -76,7 +77,7 @@ class Component(Generic[F]):
 
     def count(self, totals: StepTotals) -> float:
         """n, over the whole step."""
-        return totals.tokens
+        return totals.count(self.counted)
 
     def terms(self, forward: F, totals: StepTotals) -> Terms:
         """Its terms of a micro-batch."""
@@ -90,7 +91,7 @@ class Objective(Generic[F]):
         """The components of its loss."""
         return ()
 
-    def forward(self, module: HeadedLM, rows: Any) -> F:
+    def forward(self, module: HeadedLM, rows: Texts) -> F:
         """The forward pass that its components read."""
         return cast("F", Forward(module, rows))
 
@@ -105,8 +106,6 @@ class Loss(NamedTuple):
     loss: Tensor
     sums: Tensors
     """Sums over its rows for the log."""
-    columns: Scores[Tensor]
-    """Given back, row by row."""
 
 
 def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, totals: StepTotals) -> Loss:
@@ -115,6 +114,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     components = [*objective.components(module)]
     if not components:
         raise TypeError(f"{type(objective).__name__} has no loss: its model is never trained")
+    if not any(component.coef(totals) for component in components):
+        raise ValueError(f"{type(objective).__name__}: the coefficient of every component of its loss is 0")
     if module.auxiliary is not None:
         components.append(Auxiliary())
     if module.notes:
@@ -132,14 +133,13 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
             parts.append(coef * total / component.count(totals))
     if module.notes:
         sums |= module.auxiliary_statistics()
-    return Loss(sum(parts[1:], parts[0]), sums, forward.columns)
+    return Loss(sum(parts[1:], parts[0]), sums)
 
 
 class Auxiliary(Component[Forward[Any]]):
     """The auxiliary loss of the model's family. It is no sum over tokens, so each micro-batch's counts by its rows."""
 
-    def count(self, totals: StepTotals) -> float:
-        return totals.rows
+    counted = "rows"
 
     def terms(self, forward: Forward[Any], totals: StepTotals) -> Terms:
         return Terms(forward.module.auxiliary_loss() * len(forward.rows))
@@ -151,8 +151,6 @@ def sequences(rows: Texts) -> Texts:
         return rows
     ids = _one_after_other(rows.input_ids, rows.rejected_ids)
     texts = TextBatch(input_ids=ids, prompt_lengths=rows.prompt_lengths.repeat(2))
-    if "rejected_trunk" in rows:
-        return texts.with_columns(trunk=_one_after_other(rows.trunk, rows.rejected_trunk))
     return texts.with_columns(trunk=rows.trunk) if "trunk" in rows else texts
 
 
@@ -181,7 +179,7 @@ def num_computed_tokens(module: HeadedLM, rows: Texts) -> int:
     return len(ids.values) - int(prompts.lengths[again].sum())
 
 
-def last_hidden(module: HeadedLM, rows: Texts) -> Tensor:
+def last_hidden(module: HeadedLM, rows: Texts) -> States:
     """Last hidden states [N', H] of `sequences`."""
     texts = sequences(rows)
     trunk = texts.trunk.values if "trunk" in texts else None
@@ -201,7 +199,7 @@ def response_positions(rows: Texts) -> Tensor:
     return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
 
 
-def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
+def response_logprobs(module: HeadedLM, hidden: States, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [R], entropy [R]) of the response tokens: logits are computed at their positions alone."""
     at = response_positions(rows)
     return module.logprobs(hidden[at - 1], rows.input_ids.values[at], temperature)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from xray_runtime.models.attention import attention_of
 from xray_runtime.models.family import FAMILIES
 
 PACKED = [kind for name in FAMILIES for kind in FAMILIES.get(name).model_types if FAMILIES.get(name).packs]
@@ -21,7 +22,7 @@ def model(family: str, **options: Any) -> Any:
     options = (EXPERTS if family in MIXTURES else {}) | options
     config = transformers.AutoConfig.for_model(family, **(SIZES | options))
     torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config)).double().eval()
     if family in MIXTURES:
         lm.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from xray_runtime.models.objectives import (
     response_logprobs,
     response_positions,
 )
+from xray_runtime.models.sequence_parallel import States
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -191,8 +192,8 @@ class PPOObjective(Objective[PolicyForward]):
             parts.append(ValueRegression(config, config.value_coef))
         return parts
 
-    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
-        return PolicyForward(module, rows, self.config)
+    def forward(self, module: HeadedLM, rows: Texts) -> PolicyForward:
+        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
@@ -220,8 +221,8 @@ class CriticObjective(Objective[PolicyForward]):
     def components(self, module: HeadedLM) -> tuple[ValueRegression]:
         return (ValueRegression(self.config),)
 
-    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
-        return PolicyForward(module, rows, self.config)
+    def forward(self, module: HeadedLM, rows: Texts) -> PolicyForward:
+        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         return _values(module, last_hidden(module, rows), rows)
@@ -239,7 +240,7 @@ def _as_sampled(rows: Texts) -> Texts:
     return rows.with_columns(input_ids=Ragged(ids.values[keep], offsets), trunk=trunk)
 
 
-def _values(module: HeadedLM, hidden: Tensor, rows: Texts) -> Scores[Tensor]:
+def _values(module: HeadedLM, hidden: States, rows: Texts) -> Scores[Tensor]:
     values = module.scalars(hidden[response_positions(rows) - 1])
     final_values = module.scalars(hidden[rows.input_ids.offsets[1:] - 1])
     return Scores(values=of_responses(values, rows), final_values=final_values)

@@ -26,6 +26,7 @@ class FSDP2(Trainer):
     config = FSDP2Config
     capabilities = TrainerCapabilities(
         expert_parallel=True,
+        sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,
         trainable_layers=True,
