@@ -32,11 +32,13 @@ def planned(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_mixture_says_what_a_token_takes() -> None:
-    model = "base.model=Qwen/Qwen3-30B-A3B"
-    content = planned("configs/gpu-64.yaml", "--set", model, "--devices", "64", "--memory-gib", "80")
-    assert (content["parameters"], content["active_parameters"]) == (30_532_122_624, 3_353_032_704)
-    experts, tokens = content["experts"], content["micro_batch_tokens"]
-    assert (experts["number"], experts["chosen"], experts["tokens_each"]) == (128, 8, tokens / 16)
+    content = planned("configs/moe.yaml", "--devices", "2", "--memory-gib", "4")
+    experts = content["experts"]
+    assert (experts["number"], experts["chosen"], experts["num_layers"]) == (8, 2, 2)
+    # Three matrices of 64 · 64 in each of two layers' experts, of which a token leaves six in eight idle.
+    assert experts["parameters"] == 2 * 8 * 3 * 64 * 64
+    assert content["parameters"] - content["active_parameters"] == 2 * 6 * 3 * 64 * 64
+    assert experts["tokens_each"] == content["micro_batch_tokens"] * 2 / 8
 
 
 PAPER = ("--params", "7.5e9", "--devices", "64", "--memory-gib", "80")
@@ -55,7 +57,7 @@ def test_the_json_contract() -> None:
     roles = {"policy", "reference", "critic", "reward", "generator"}
     assert content["layout"].keys() == content["memory_gb"].keys() == content["breakdown_gb"].keys() == roles
     for name, layout in content["layout"].items():
-        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "ep", "checkpointing", "num_devices"}
+        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "ep", "sp", "checkpointing", "num_devices"}
         assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
         parts = dict(content["breakdown_gb"][name])
         loading = parts["weights"] + parts["process"] + parts.pop("loading")
