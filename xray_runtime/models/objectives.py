@@ -118,8 +118,7 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
         raise ValueError(f"{type(objective).__name__}: the coefficient of every component of its loss is 0")
     if module.auxiliary is not None:
         components.append(Auxiliary())
-    if module.notes:
-        module = module.noting_auxiliary()
+    module = module.noting_passes()
     forward = objective.forward(module, rows)
     parts: list[Tensor] = []
     sums: Tensors = {}
@@ -131,8 +130,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
             sums[component.logged] = total.detach()
         if coef:
             parts.append(coef * total / component.count(totals))
-    if module.notes:
-        sums |= module.auxiliary_statistics()
+    if module.passes is not None:
+        sums |= module.passes.statistics()
     return Loss(sum(parts[1:], parts[0]), sums)
 
 
@@ -142,7 +141,8 @@ class Auxiliary(Component[Forward[Any]]):
     counted = "rows"
 
     def terms(self, forward: Forward[Any], totals: StepTotals) -> Terms:
-        return Terms(forward.module.auxiliary_loss() * len(forward.rows))
+        assert forward.module.passes is not None
+        return Terms(forward.module.passes.loss() * len(forward.rows))
 
 
 def sequences(rows: Texts) -> Texts:

@@ -49,7 +49,7 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         **dict(zip(_FIELDS, ("mixtral", 4096, 14_336, 32, 32, 8, 128, 32_000, False, 32_768), strict=True)),
         **{"num_local_experts": 8, "num_experts_per_tok": 2},
     },
-    # What their configs in transformers have without being told.
+    # Their configs in transformers are these models' by default.
     "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3", "max_position_embeddings": 163_840},
     "openai/gpt-oss-120b": {"model_type": "gpt_oss"},
 }
@@ -66,7 +66,7 @@ class Experts:
     not among them."""
 
     number: int
-    """Of one layer."""
+    """Experts of one layer."""
     chosen: int
     """Those of one token in one layer."""
     width: int
@@ -74,7 +74,7 @@ class Experts:
     num_layers: int
     """Layers that have experts."""
     parameters: int
-    """Of all of them, in all layers."""
+    """Parameters of all of them, in all layers."""
 
     def largest_tensor(self, hidden: int) -> int:
         """Elements of a layer's gates and up projections, which are one tensor."""
@@ -111,7 +111,8 @@ class ModelShape:
     family: str = "llama"
     """Hugging Face's `model_type`."""
     cached_features: int | None = None
-    """What a generator caches of a token in one layer, where it is latent (DeepSeek-AI 2024); None: keys and values."""
+    """Features that a generator caches of a token in one layer, if they are latent (DeepSeek-AI 2024); None: keys and
+    values."""
     experts: Experts | None = None
     """Those of a mixture, whose `intermediate_size` is that of all that a token takes in one layer."""
 

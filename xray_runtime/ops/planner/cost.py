@@ -77,11 +77,6 @@ ADAM_BYTES = 28
 """Traffic of an AdamW step per parameter: gradient, master and moments read, master, moments and weight written."""
 
 
-SNAPSHOT_BYTES = 12
-"""Per trained parameter: weight and AdamW's two moments in float32."""
-LEDGER_BYTES = 24
-"""Per token of a kept rollout, compressed: ids, log-probabilities, advantages, weights and the text."""
-
 MIB = 2**20
 
 
@@ -299,22 +294,6 @@ def trained_parameters(role: Role, layout: Layout) -> int:
     if role.top_layers is not None:
         return role.top_layers * shape.layer_parameters(tp)
     return device_parameters(shape, tp, pp)
-
-
-def disk_bytes(workload: Workload) -> dict[str, int]:
-    """Kind of file → bytes, without those that are 0.
-
-    `checkpoint` is the published model in float32. `snapshots` are two: a new one is whole before the last is removed.
-    `ledger` has the rollouts that the config keeps.
-    """
-    trained = workload.of_use("trained")
-    kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
-    sizes = {
-        "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
-        "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
-        "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
-    }
-    return {what: size for what, size in sizes.items() if size}
 
 
 def _overlapped(compute: float, moved: float) -> float:

@@ -13,7 +13,8 @@ from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.terminal import print_table
 from xray_runtime.models.shapes import ModelShape
 from xray_runtime.ops.planner.auto import GraphPlan
-from xray_runtime.ops.planner.cost import COMPARED, disk_bytes, gpu_of
+from xray_runtime.ops.planner.cost import COMPARED, gpu_of
+from xray_runtime.ops.planner.disk import disk_bytes
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.suggestions import Suggestion
@@ -66,7 +67,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
 
 
 def _mixture(shape: ModelShape, tokens: int) -> dict[str, Any]:
-    """Of a mixture of experts: its size for one token, and what its experts hold and do in a pass over `tokens`."""
+    """The size of a mixture of experts for one token, and what its experts hold and do in a pass over `tokens`."""
     if (experts := shape.experts) is None:
         return {}
     return {

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
+from xray_runtime.ops.planner.layout import Layout as Layout
 from xray_runtime.ops.planner.model_states import (
     FLOAT32_BYTES,
     gathered_bytes,
@@ -42,29 +43,6 @@ GRAPH_BYTES = 20 * 2**20
 models of 30 to 80 layers."""
 WORKSPACE_BYTES = 512 * 2**20
 """Workspace of the attention and sampling kernels: an assumption, FlashInfer's 394 MiB and more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Distribution of one model over tp · pp · dp devices."""
-
-    zero_stage: int = 0
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    """Data-parallel ranks that share the experts of each layer, so that none gathers those of others."""
-    sp: int = 1
-    """Ranks that share the tokens of each row."""
-
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.pp * self.num_copies
-
-    @property
-    def num_copies(self) -> int:
-        """Ranks that hold, or shard, the same weights."""
-        return self.dp * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.heads import HeadedLM
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""Of the forward pass of transformers' modules of experts, whose parameters all are [E, …]."""
+"""Arguments of the forward pass of transformers' modules of experts, whose parameters all are [E, …]."""
 
 
 class ExpertParallel:
