@@ -1,4 +1,4 @@
-"""What training notes of a model's passes: the losses and statistics of its own that its family says it has."""
+"""Passes in training, noted: the losses and statistics of its own that a model's family says it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage leaves on a disk."""
+"""Bytes that a stage leaves on a disk."""
 
 from __future__ import annotations
 
