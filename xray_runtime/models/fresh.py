@@ -8,11 +8,12 @@ import torch
 import transformers
 from torch import nn
 
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.models.config import FreshBase
 from xray_runtime.models.transformers_import import import_transformers
 
 
-def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
+def fresh_llama(config: FreshBase, tokenizer: Tokenizer, seed: int) -> nn.Module:
     """A Llama or, with experts, a Qwen3-MoE with random weights for `tokenizer`, the same for the same seed."""
     import_transformers()
     sizes: dict[str, Any] = {

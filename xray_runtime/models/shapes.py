@@ -6,6 +6,7 @@ parameters. Weights are never read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,7 +83,7 @@ class Experts:
 
     def taken(self, tokens: float) -> float:
         """The share of a layer's experts that `tokens` tokens take, where routers treat all alike."""
-        return 1.0 - (1.0 - self.chosen / self.number) ** tokens
+        return 1.0 - math.pow(1.0 - self.chosen / self.number, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

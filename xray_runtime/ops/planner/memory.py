@@ -1,12 +1,11 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
-`tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
-its peak.
+`tests/component/test_memory_model.py` compares model states with DeepSpeed's, `tests/unit/ops/test_planning_memory.py`
+activations with what autograd saves, and a training pass with its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
 w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp` × sequence parallel
-`sp`, whose ranks hold states as data-parallel ones do and of a pass's activations a share each.
+`sp`, whose ranks share a pass's activations and are data parallel to its states.
 
 Sources: model states after ZeRO (Rajbhandari et al. 2020, §3 and §5); activations counted in the manner of
 Korthikanti et al. 2022 (§4), for a Llama without dropout; fused attention keeps no scores (Dao et al. 2022), other
@@ -166,8 +165,7 @@ def activation_bytes(
         num_layers: number of trained layers (None: all).
         scored_length: as in `layer_activation_bytes`.
     """
-    layers = ceil_div(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
-    tokens = ceil_div(tokens, layout.sp)
+    layers, tokens = ceil_div(num_layers or shape.num_layers, layout.pp) * layout.pp, ceil_div(tokens, layout.sp)
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
     if checkpointing:
@@ -218,9 +216,9 @@ def training_memory(
     if options.lora_rank is not None:
         trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained
-    sharding, sums = options.sharding, options.float32_sums
+    sharding, sums, copies = options.sharding, options.float32_sums, layout.num_copies
     weights, gradients, optimizer = model_states(
-        held, trained, weight_bytes, layout.zero_stage, layout.num_copies, sharding, float32_sums=sums
+        held, trained, weight_bytes, layout.zero_stage, copies, sharding, float32_sums=sums
     )
     bucket_width = FLOAT32_BYTES if sums else weight_bytes
     bucket = min(sharding.bucket_elements, trained) * bucket_width if layout.zero_stage else 0
@@ -240,7 +238,7 @@ def training_memory(
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers
         + gathered_bytes(
-            *(shape, held, weight_bytes, layout.zero_stage, layout.num_copies, sharding),
+            *(shape, held, weight_bytes, layout.zero_stage, copies, sharding),
             offload=options.offload,
             ep=layout.ep,
         ),
