@@ -193,7 +193,7 @@ def test_the_same_text_from_another_file_is_refused_too(output: Path) -> None:
     files = {"train.arrow": pair_file(Example, rows), "heldout.arrow": pair_file(Example), "stats.json": b"{}"}
     life.add("prepare-again", "prepare", files, {})
     life.add("sft-again", "sft", {"config.json": b"{}", "model.safetensors": weights("x")}, {"data": "prepare-again"})
-    with pytest.raises(NotPromoted, match="it has texts that were withdrawn"):
+    with pytest.raises(NotPromoted, match="it contains withdrawn texts"):
         review(open_lineage_store(output, None), node(output, "sft-again"), name=NAME)
 
 
@@ -228,7 +228,15 @@ CliRunner().invoke(app, ["withdraw", "--output", sys.argv[1], "--user", "ann", "
 """
 
 
-@pytest.mark.parametrize(("function", "after"), [("evidence", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [
+        ("evidence", 0),
+        pytest.param("rewrite", 0, marks=pytest.mark.long),
+        ("erase_file", 2),
+        pytest.param("files_with", 1, marks=pytest.mark.long),
+    ],
+)
 def test_killed_in_the_middle_it_is_ended_by_the_same_command(output: Path, function: str, after: int) -> None:
     code = CRASH.format(module="withdrawal", function=function, after=after)
     done = subprocess.run([sys.executable, "-c", code, str(output)], env=os.environ, capture_output=True, text=True)
@@ -287,7 +295,7 @@ def test_an_erased_file_that_is_put_back_is_found(output: Path) -> None:
     withdrawn(output, "--user", "ann", "--yes")
     path.write_bytes(content)
     code, text = withdrawn(output, "--verify")
-    assert (code, "it was erased, and is there" in text) == (1, True)
+    assert (code, "it was erased, but is present" in text) == (1, True)
 
 
 def test_withdrawn_rows_are_known_by_salted_hashes(tmp_path: Path) -> None:
@@ -301,7 +309,7 @@ def test_withdrawn_rows_are_known_by_salted_hashes(tmp_path: Path) -> None:
     assert not again.touches([{"role": "user", "content": OTHER}], "short")
     assert holding(tmp_path) == []
     (tmp_path / "w" / "texts.json").write_text("{}")
-    with pytest.raises(ValueError, match="is damaged, or no file of withdrawn texts"):
+    with pytest.raises(ValueError, match="is damaged, or not a file of withdrawn texts"):
         WithdrawnTexts.read(tmp_path / "w" / "texts.json")
 
 

@@ -20,8 +20,8 @@ from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 Specs = dict[str, ModelSpec | GeneratorSpec]
 
@@ -40,7 +40,7 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
             specs[name] = trained_model(
                 stage,
                 policy,
-                PPOObjective(config, own_function(stage, "loss", partial(check_loss, gradient=False))),
+                PPOObjective(config, own_function(stage, "loss", config.loss, partial(check_loss, gradient=False))),
                 role=name,
                 training_at_once=trained_at_once,
                 new_head=shared_critic,
@@ -62,12 +62,12 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 head=critic / VALUE_HEAD if critic.exists() else None,
             )
     # With a lag, the generator works at the same time.
-    return scored_together(specs | rewards.specs(), beside=int(bool(config.lag)))
+    scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
+    return specs | scored_together(scored, beside=int(bool(config.lag)))
 
 
-def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function that a config field names, checked; None if the field names a built-in."""
-    name = getattr(stage.config, field)
+def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
+    """The user's function `name` of a config field, checked; None if it is a built-in."""
     if not is_function(name):
         return None
     function = stage.functions.get(name) or import_function(name, field)

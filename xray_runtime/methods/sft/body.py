@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,16 +25,17 @@ from xray_runtime.methods.common.training.dataset import (
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.steps import TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows, router_metrics
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import SFTInputs
     from xray_runtime.methods.sft.config import SFTConfig
+    from xray_runtime.methods.sft.kind import SFTInputs
 
 HELDOUT_ROWS = 256
 """Number of held-out conversations for the held-out loss."""
@@ -81,7 +82,8 @@ class _SFT(Method):
 
     def metrics(self, step: Trained) -> dict[str, float]:
         loss = step.result.sums["nll"] / step.totals.tokens
-        return {"sft/loss": loss, "speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
+        speed = {"speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
+        return {"sft/loss": loss} | speed | router_metrics([step.result.sums])
 
     def first_metrics(self) -> dict[str, float]:
         return self.of_data
@@ -99,7 +101,7 @@ class _SFT(Method):
 
 
 def _data(
-    stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
+    stage: Stage[SFTConfig, SFTInputs], tokenizer: Tokenizer, limits: tuple[int, int], recorder: Recorder
 ) -> tuple[ConversationTokens, TextBatch, TextBatch | None]:
     """(training rows, first held-out rows, rows for `validation`). Raises ValueError if no row of one side fits."""
 

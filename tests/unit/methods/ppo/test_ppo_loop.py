@@ -18,7 +18,7 @@ from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
 from xray_runtime.rewards.config import reward_term
 
