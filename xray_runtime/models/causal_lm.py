@@ -322,5 +322,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     is_plain = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
     # Choosing a class imports 3,000 modules (pandas, scipy, torch's compiler): 5 CPU seconds of every stage.
     if is_plain and ("model_type" not in model or family_of(model["model_type"]).plain_tokenizer):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
-    return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+        kind: Any = transformers.PreTrainedTokenizerFast
+    else:
+        kind = transformers.AutoTokenizer
+    loaded: Tokenizer = kind.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+    return loaded
