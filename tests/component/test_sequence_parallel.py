@@ -43,8 +43,7 @@ MICRO_BATCHES = [[0, 2, 6], [4, 1, 5], [3]]
 def computed(name: str, ranks: SequenceRanks | None = None) -> dict[str, Any]:
     """Losses, gradients and scores of a model by objective, with rows apart and with shared prompts."""
     module = headed(name, MODELS[name])
-    if ranks is not None:
-        module.share_sequences(ranks, "engine")
+    module.sequence_ranks = ranks
     found: dict[str, Any] = {}
     for objective_name, make in TRAINED.items():
         objective = make()
@@ -98,8 +97,7 @@ def test_ranks_that_share_tokens_compute_what_one_process_does(tmp_path: Path, n
 def kept_bytes(model: Path, num_tokens: int, ranks: SequenceRanks | None = None) -> int:
     """Bytes that a training pass over one row keeps for its backward pass, weights apart."""
     module = HeadedLM(load_model(model)).eval()
-    if ranks is not None:
-        module.share_sequences(ranks, "engine")
+    module.sequence_ranks = ranks
     ids = np.random.default_rng(0).integers(5, 280, size=num_tokens).tolist()
     kept: dict[int, int] = {}
 

@@ -73,7 +73,7 @@ class HeadedLM(nn.Module):
         """The model's own loss, if its config asks for one."""
         self._auxiliary_losses: list[Tensor] | None = None
         self.sequence_ranks: SequenceRanks | None = None
-        """Those that share the tokens of each micro-batch, set by `share_sequences`."""
+        """Those that share the tokens of each micro-batch; set by `engines.trainer`."""
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -146,17 +146,6 @@ class HeadedLM(nn.Module):
         with torch.no_grad():
             trunk = self._part(0, self.layers[: self.frozen_layers], nn.Identity())
             return self._run_whole(trunk, lengths, prompts, input_ids=input_ids)
-
-    def share_sequences(self, ranks: SequenceRanks, field: str) -> None:
-        """Compute, from now on, this rank's share of each micro-batch's tokens. Raises ValueError, which names `field`:
-        the model cannot be shared so."""
-        refused, heads = f"{field}.sequence_parallel: {ranks.size} is not allowed", self.lm.config.num_attention_heads
-        assert not self.has_trunk, "refused with the config"
-        if not self.packs:
-            raise ValueError(f"{refused}: the sequences of a {type(self.lm).__name__} cannot be packed into one row")
-        if heads % ranks.size:
-            raise ValueError(f"{refused}: it must divide the model's {heads} heads")
-        self.sequence_ranks = ranks
 
     def hidden(
         self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
