@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
+from xray_runtime.ops.planner.layout import Layout as Layout
 from xray_runtime.ops.planner.model_states import (
     FLOAT32_BYTES,
     gathered_bytes,
@@ -41,26 +42,6 @@ GRAPH_BYTES = 20 * 2**20
 models of 30 to 80 layers."""
 WORKSPACE_BYTES = 512 * 2**20
 """Workspace of the attention and sampling kernels: an assumption, FlashInfer's 394 MiB and more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Distribution of one model over tp · pp · dp devices."""
-
-    zero_stage: int = 0
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    sp: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.pp * self.num_copies
-
-    @property
-    def num_copies(self) -> int:
-        """Ranks that hold, or shard, the same weights."""
-        return self.dp * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +129,9 @@ def layer_activation_bytes(
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
     2·((4 + 2w)·h + 4), and 4 + 2w for each feature of further norms; attention's q, k, v, its output with a float32
     log-sum, and the concatenated outputs of packed sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and
-    their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
-    their GPT layer keeps 34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
+    their product, 4w·i, and for each expert that a token takes, its input and its output, plain and weighted, 3w·h.
+    Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps
+    34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
         scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
@@ -159,7 +141,8 @@ def layer_activation_bytes(
     norms = (FLOAT32_BYTES + 2 * w) * (2 * shape.hidden_size + shape.extra_norm_width) + 2 * FLOAT32_BYTES
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
     attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
-    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
+    routed = 0 if shape.experts is None else 3 * w * shape.experts.chosen * shape.hidden_size
+    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp) + routed)
 
 
 def activation_bytes(
@@ -254,7 +237,11 @@ def training_memory(
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers
-        + gathered_bytes(shape, held, weight_bytes, layout.zero_stage, copies, sharding, offload=options.offload),
+        + gathered_bytes(
+            *(shape, held, weight_bytes, layout.zero_stage, copies, sharding),
+            offload=options.offload,
+            ep=layout.ep,
+        ),
     )
 
 
@@ -281,9 +268,10 @@ def scoring_memory(
 
 
 def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
-    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
+    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers). What
+    is latent is not split by tp."""
     layers, kv_heads = ceil_div(shape.num_layers, pp), ceil_div(shape.num_kv_heads, tp)
-    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
+    return layers * (shape.cached_features or 2 * kv_heads * shape.head_size) * weight_bytes * tokens
 
 
 def generation_memory(
@@ -323,7 +311,8 @@ def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
 def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
     """Elements of the largest tensor of one of `tp` ranks, which all hold the embeddings whole."""
     wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
-    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp))
+    experts = 0 if shape.experts is None else ceil_div(shape.experts.largest_tensor(shape.hidden_size), tp)
+    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp), experts)
 
 
 def _loading_bytes(

@@ -23,6 +23,7 @@ from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights
 from xray_runtime.engines.trainers.fsdp2.config import FSDP2Config
+from xray_runtime.engines.trainers.fsdp2.expert_parallel import ExpertParallel
 from xray_runtime.engines.trainers.fsdp2.muon import MOMENTUM, Muon
 from xray_runtime.engines.trainers.fsdp2.sharding import (
     own_rows,
@@ -81,9 +82,14 @@ class FSDP2Engine(FSDP2Scorer):
         if layout.activation_checkpointing:
             module.checkpoint_activations()
         weights = Weights(module, checkpoint)
-        shard(module, weights, device, getattr(torch, layout.precision), regather=layout.zero_stage == 3)
+        degree = layout.expert_parallel
+        self._experts = ExpertParallel(module, degree, device) if degree > 1 else None
+        regather = layout.zero_stage == 3
+        shard(module, weights, device, getattr(torch, layout.precision), regather=regather, experts=self._experts)
         super().__init__(module)
         self.turn, self._grad_clip = (dist.get_rank(), dist.get_world_size()), training.grad_clip
+        self._shared = {states.hugging_face_name(name) for name in (self._experts.names if self._experts else ())}
+        """Names of parameters of experts, of which each rank gathers its own alone."""
         self._parameters = {states.hugging_face_name(name): p for name, p in sharded_parameters(module)}
         self._rows = {name: nn.Parameter(own_rows(p)) for name, p in self._parameters.items()}
         """The tensors that the optimizers step."""
@@ -143,7 +149,8 @@ class FSDP2Engine(FSDP2Scorer):
         adapters = self.module.adapters
         for name, parameter in self._parameters.items():
             if adapters is None or name.startswith(HEAD_PREFIX):
-                yield name, _whole(parameter)
+                whole = _whole(parameter)
+                yield name, self._experts.joined(whole) if self._experts and name in self._shared else whole
         if adapters is not None:
             yield from adapters.merged(_whole)
 
@@ -166,7 +173,7 @@ class FSDP2Engine(FSDP2Scorer):
         return (states.WEIGHT, MOMENTUM) if is_muons else (states.WEIGHT, *MOMENTS)
 
     def _piece(self, name: str) -> Piece:
-        return rows_of(self._parameters[name], dist.get_rank())
+        return rows_of(self._parameters[name], self._experts if name in self._shared else None)
 
     def _held(self, kind: str, name: str) -> Tensor:
         """This rank's rows of a weight or of an optimizer's state, flattened."""
