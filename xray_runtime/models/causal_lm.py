@@ -46,15 +46,25 @@ WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 
 
+class _Weights(NamedTuple):
+    """A model in float32, or its skeleton."""
+
+    lm: Any
+    files: dict[str, Path]
+    """A skeleton's tensors: name → its file."""
+    left_out: list[str]
+    """Tensors in its files that it does not need."""
+
+
 class Pretrained(NamedTuple):
     """A pretrained model in float32."""
 
     lm: Any
     tokenizer: Tokenizer
     files: dict[str, Path]
-    """A skeleton's tensors: name → its file."""
+    """See `_Weights`."""
     left_out: list[str]
-    """Tensors in its files that it does not need."""
+    """See `_Weights`."""
 
 
 def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
@@ -75,7 +85,7 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
     try:
         if gguf:
             loaded, missing = load_weights(transformers.AutoModelForCausalLM, name, **options)
-            found = Pretrained(loaded, None, {}, [])
+            found = _Weights(loaded, {}, [])
         else:
             check_no_adapter(name)
             found, missing = _read_files(model, name)
@@ -100,8 +110,8 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
     return Pretrained(lm, tokenizer, found.files, found.left_out + no_row)
 
 
-def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
-    """(a model but for its tokenizer, a tensor that its files lack)."""
+def _read_files(model: str, name: str) -> tuple[_Weights, str | None]:
+    """(a model, a tensor that its files lack)."""
     lm: Any = skeleton(model)  # before weights are read
     check_class(lm.config, lm)
     check_publishable(lm)
@@ -114,11 +124,11 @@ def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
     if has_plain(files, saved):
         with contextlib.suppress(OSError):  # it has none
             lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
-        return Pretrained(lm, None, files, unused), None
+        return _Weights(lm, files, unused), None
     lm, report = load_reported(transformers.AutoModelForCausalLM, name)
     unused = left_out(lm, found, report["unexpected_keys"], saved)
     _untie(lm)
-    return Pretrained(lm, None, {}, unused), min(report["missing_keys"], default=None)
+    return _Weights(lm, {}, unused), min(report["missing_keys"], default=None)
 
 
 def _untie(lm: Any) -> None:
