@@ -79,9 +79,9 @@ def ppo_workload(config: LifecycleConfig) -> Workload:
     return workload
 
 
-# The model and the data of `custom.yaml` are the reader's; layouts are written in `long.yaml`, and in those for GPUs.
+# The model and the data of `custom.yaml` are the reader's; these others write their layouts.
 PRESETS = sorted(
-    path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("custom", "long", "gpu-"))
+    path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("custom", "long", "moe", "gpu-"))
 )
 
 
