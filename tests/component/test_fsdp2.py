@@ -165,35 +165,53 @@ def test_a_mixture_of_experts_learns_as_under_zero(tiny_model: Path, batches: li
         assert np.linalg.norm(fsdp2[name] - whole) < 5e-5 * np.linalg.norm(whole), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_experts_learn_as_one_process(
-    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
+def shared_experts(model: Path, ranks: int) -> ModelSpec:
+    return spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32)
+
+
+@pytest.mark.parametrize(("ranks", "collapsed"), [(2, False), (4, True)])
+def test_gradients_of_shared_experts_are_those_of_float64(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int, collapsed: bool
 ) -> None:
-    """Gradients are those of float64, and another layout goes on from the snapshot."""
-    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
-    spec, place = spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32), tmp_path / "snapshot"
-    run_ranks(spec, tmp_path, part, batches, range(1), None, place)
+    """Also where all tokens take the experts of one peer, and the other computes none."""
+    model, place = (
+        mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False),
+        tmp_path / "now",
+    )
+    if collapsed:
+        weights = load_file(model / "model.safetensors")
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if name.endswith("mlp.gate.weight")}
+        save_file(weights | zeros, model / "model.safetensors", {"format": "pt"})
+    run_ranks(shared_experts(model, ranks), tmp_path, part, batches, range(1), None, place)
 
     module = HeadedLM(load_model(model), scalar_head=True).double().eval()
     module.lm.set_experts_implementation("eager")
     rows = as_tensors(batches[0])
     training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
-    named = {states.hugging_face_name(name): p for name, p in module.named_parameters()}
     assert norm > CONFIG.grad_clip
+    gradients = {states.hugging_face_name(name): p.grad for name, p in module.named_parameters()}
     with states.Reader(place) as saved:
-        for name, parameter in named.items():
-            assert parameter.grad is not None
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            if name.endswith("experts.down_proj"):
+                assert len(gradient.flatten(1).any(1).nonzero()) == (2 if collapsed else 4)
             # Adam's first moment after one step is (1 − β₁) of the clipped gradient.
-            moment = saved.read("exp_avg", name, Piece.of(tuple(parameter.shape))).double() / (1 - CONFIG.betas[0])
-            difference = torch.linalg.norm(moment - parameter.grad.flatten())
-            assert difference <= 1e-5 * torch.linalg.norm(parameter.grad) + 1e-9, name
+            moment = saved.read("exp_avg", name, Piece.of(tuple(gradient.shape))).double() / (1 - CONFIG.betas[0])
+            difference = torch.linalg.norm(moment - gradient.flatten())
+            assert difference <= 1e-5 * torch.linalg.norm(gradient) + 1e-9, name
 
-    alone_spec = spec_of(model, {}, 32)
-    alone = run_layout(alone_spec, batches, NUM_UPDATES, tmp_path)
-    run = collect(spec, run_ranks(spec, tmp_path, part, batches, range(NUM_UPDATES), None, None))
-    same(run, alone)
-    moved = collect(alone_spec, run_ranks(alone_spec, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
+
+def test_ranks_that_share_experts_learn_as_one_process(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path
+) -> None:
+    """Another layout goes on from their snapshot."""
+    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
+    shared, whole, place = shared_experts(model, 4), spec_of(model, {}, 32), tmp_path / "snapshot"
+    alone = run_layout(whole, batches, NUM_UPDATES, tmp_path)
+    same(collect(shared, run_ranks(shared, tmp_path, part, batches, range(NUM_UPDATES), None, None)), alone)
+    run_ranks(shared, tmp_path, part, batches, range(1), None, place)
+    moved = collect(whole, run_ranks(whole, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
     assert differences(Run(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
 
 
