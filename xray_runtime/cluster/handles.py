@@ -52,7 +52,7 @@ class ModelProxy:
     ) -> None:
         self.model, self._role = model, role
         self._replicas = num_replicas if isinstance(layout, GeneratorConfig) else Topology.of(layout).data
-        self.score, self.trunk = _Call(self._score), _Call(self._trunk)
+        self.score, self.reference, self.trunk = _Call(self._score), _Call(self._reference), _Call(self._trunk)
         self.train, self.generate, self.follow = _Call(self._train), _Call(self._generate), _Call(self._follow)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +60,9 @@ class ModelProxy:
 
     def _score(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
         return self.model.score.remote(self._scattered(rows), at_once)
+
+    def _reference(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
+        return self.model.reference.remote(self._scattered(rows), at_once)
 
     def _trunk(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
         return self.model.trunk.remote(self._scattered(rows), at_once)

@@ -62,6 +62,8 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+    reference: Objective | None = None
+    """The scores of this model with its adapters off, the reference of a policy."""
 
     @property
     def libraries(self) -> str:

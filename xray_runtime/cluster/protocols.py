@@ -109,7 +109,9 @@ class Train(Protocol):
 
 
 class ExportWeights(Protocol):
-    def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
+    def remote(
+        self, version: int, shared: bool = False, dtype: str | None = None, merged: bool = True
+    ) -> Ref[WeightUpdate]: ...
 
 
 class Save(Protocol):
@@ -124,6 +126,7 @@ class ModelHandle(Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
     score: Score
+    reference: Score
     trunk: Score
     train: Train
     generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
@@ -152,6 +155,7 @@ class WholeModelHandle(Protocol):
     """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
 
     score: ScoreShards
+    reference: ScoreShards
     trunk: ScoreShards
     train: TrainShards
     generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
@@ -199,9 +203,10 @@ class WorkhorseHandle(Protocol):
 
     # Learner
     score: Method[[TextBatch, int], Scores]
+    reference: Method[[TextBatch, int], Scores]
     trunk: Method[[TextBatch, int], Scores]
     train: Method[[TextBatch, StepTotals, float, int], StepAnswer]
-    export_weights: Method[[int, bool, str | None], WeightUpdate]
+    export_weights: Method[[int, bool, str | None, bool], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]

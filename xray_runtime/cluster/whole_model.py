@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
+from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.pool.liveness import answered
@@ -33,7 +34,6 @@ from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.generator_spec import GeneratorSpec
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
@@ -127,6 +127,12 @@ class WholeModel:
         self._check_finite(answers, self._reporting())
         return _in_order(answers, rows)
 
+    def reference(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
+        """`Learner.reference` of all rows, in order. Raises NonFiniteError as `score`."""
+        answers = self._scatter(rows, lambda w, shard: w.reference.remote(shard, at_once))
+        self._check_finite(answers, self._reporting())
+        return _in_order(answers, rows)
+
     def trunk(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
         """`Learner.trunk` of all rows, in order."""
         return _in_order(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
@@ -168,9 +174,12 @@ class WholeModel:
         self._check_finite([replies[first] for first in firsts], firsts)
         return _in_order([replies[first] for first in firsts], rows)
 
-    def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
-        """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+    def export_weights(
+        self, version: int, shared: bool = False, dtype: str | None = None, merged: bool = True
+    ) -> WeightUpdate:
+        """The trainable weights as version `version`, in shared memory of this machine or in the object store; adapters
+        merged into their matrices, or as they are."""
+        updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype, merged))
         # Ranks of a stage divide its buckets; generators load a layer at a time, and so want them in order.
         placed = {(self._topology.stage(rank), b.place): b for rank, own in enumerate(updates) for b in own.buckets}
         return replace(updates[0], buckets=tuple(placed[place] for place in sorted(placed)))
@@ -205,7 +214,7 @@ class WholeModel:
             self._routes[policy] = self._route(policy)
         route = self._routes[policy]
         if route.transport == "plasma":
-            update = get(policy.export_weights.remote(version, route.shared, route.dtype))
+            update = get(policy.export_weights.remote(version, route.shared, route.dtype, not route.adapter))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
@@ -219,7 +228,9 @@ class WholeModel:
 
         assert isinstance(self._spec.layout, GeneratorConfig)
         devices = get(policy.where.remote()), self.where()
-        return choose_route(self._runtime.weight_transfer, self._spec.layout, *devices, names)
+        adapter = isinstance(self._spec, GeneratorSpec) and self._spec.adapter is not None
+        wanted = "plasma" if adapter else self._runtime.weight_transfer
+        return replace(choose_route(wanted, self._spec.layout, *devices, names), adapter=adapter)
 
     def whole_weight_names(self) -> set[str] | None:
         """Names of the trained weights; None if no rank has all of them whole."""

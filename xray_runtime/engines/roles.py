@@ -50,6 +50,9 @@ class ModelRole:
     lora: LoRAConfig | None = None
     branches: int = 0
     """Number of frozen models that are branches of its trunk."""
+    computed_by: str | None = None
+    """The trained role that computes its scores with its adapters off, unless the stage has an input of this role's
+    name."""
     trunk: str | None = None
     """The trained role whose branch it becomes if both have the same base and trained layers."""
 
@@ -68,7 +71,13 @@ class ModelRole:
 
 
 def models_of(call: Call) -> dict[str, ModelRole]:
-    """The models of a stage by name. Raises TypeError: its kind declares something else."""
+    """The models that a stage opens, by name. Raises TypeError as `all_models`."""
+    return {n: role for n, role in all_models(call).items() if role.computed_by is None or n in call.parents}
+
+
+def all_models(call: Call) -> dict[str, ModelRole]:
+    """The models of a stage by name, also those that another computes. Raises TypeError: its kind declares something
+    else."""
     roles: dict[str, ModelRole] = {}
     for name, role in call.kind.models(call.config).items():
         if not isinstance(role, ModelRole):

@@ -34,12 +34,21 @@ class StaleWeightsError(RuntimeError):
 
 
 class VersionedWeights:
-    """The weights of one engine, with the checkpoint `directory` as version 0. `layers_of` adds to names
-    all others that must be written together with them."""
+    """The weights of one engine, with the checkpoint `directory` as version 0.
+
+    Args:
+        layers_of: adds to names all others that must be written together with them.
+        names_in: the tensors of a checkpoint that updates replace; None: all.
+    """
 
     def __init__(
-        self, directory: Path, write: Write, layers_of: Callable[[set[str]], set[str]] = lambda names: names
+        self,
+        directory: Path,
+        write: Write,
+        layers_of: Callable[[set[str]], set[str]] = lambda names: names,
+        names_in: Callable[[Path], Collection[str]] | None = None,
     ) -> None:
+        self._names_in = names_in or (lambda directory: weight_files(directory).keys())
         self.version = 0
         self._directory, self._write, self._layers_of = directory, write, layers_of
         self._shared = SharedReader()
@@ -155,8 +164,8 @@ class VersionedWeights:
         self._whole, self._dropped, self.version = True, False, self._kept_version
 
     def _are_all(self, names: Collection[str]) -> bool:
-        wanted = weight_files(self._directory).keys()
-        return bool(wanted) and wanted <= set(names)
+        wanted = self._names_in(self._directory)
+        return bool(wanted) and set(wanted) <= set(names)
 
     def _with_layers(self, update: WeightUpdate, others: set[str]) -> Tensors:
         for bucket in update.buckets:
@@ -167,7 +176,7 @@ class VersionedWeights:
 
     def held(self, names: set[str] | None = None) -> Tensors:
         """The tensors `names` (None: all) as they were before an update that is being loaded."""
-        wanted = weight_files(self._directory).keys() if names is None else names
+        wanted = set(self._names_in(self._directory)) if names is None else names
         yield from tensors(self._directory, wanted - self._arrived.keys())
         for bucket in {id(bucket): bucket for bucket in self._arrived.values()}.values():
             for name, tensor in unpack(bucket, self._shared):

@@ -49,7 +49,7 @@ from xray_runtime.methods.ppo.experience import Experience, build_experience, sc
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import model_specs, one_trunk, own_function
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, one_trunk, own_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
 from xray_runtime.methods.ppo.step_scores import step_scoring
 from xray_runtime.methods.ppo.update import Updater
@@ -198,6 +198,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
                 *(models, config, rewards, tokenizer, stops, prompts),
                 None if first_step is None else first_step.scored_before,
                 one_trunk(config, specs),
+                is_own_reference(stage),
             ),
             estimator=estimator,
             updater=Updater(stage, models, skipped, first_step),

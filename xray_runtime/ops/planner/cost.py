@@ -182,7 +182,7 @@ def traffic_seconds(
 
 
 def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
-    """One forward pass of a rollout."""
+    """The forward passes over a rollout that score it."""
     links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
     tokens = max(workload.score_tokens, workload.sequence_tokens)
     passes = math.ceil(rows * workload.sequence_tokens / tokens)
@@ -190,7 +190,8 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
     compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
-    return _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
+    each = _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
+    return role.scored_passes * each
 
 
 def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:

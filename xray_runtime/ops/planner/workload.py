@@ -43,6 +43,8 @@ class Role:
     top_layers: int | None = None
     """Its trainable layers; None: all."""
     branches: int = 0
+    scored_passes: int = 1
+    """Passes over a rollout to score it; 2 if it is its own reference."""
     options: Options = PLAIN
     """Only for a trained role."""
     in_one_piece: bool = False

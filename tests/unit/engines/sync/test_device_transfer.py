@@ -103,7 +103,7 @@ def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(traine
     follower = Follower("auto")
     assert follower.follow(policy, 1) == "digest"
     # In shared memory, since both are on one machine, and in half precision, as vLLM holds them on a GPU.
-    assert policy.calls == [(1, True, "bfloat16")]
+    assert policy.calls == [(1, True, "bfloat16", True)]
     assert len(follower.loaded) == 1
     with pytest.raises(ValueError, match=f"^runtime.weight_transfer: 'ipc' is not allowed: {why}; 'plasma' works$"):
         Follower("ipc").follow(policy, 1)

@@ -187,12 +187,29 @@ REFUSED = [
     ("sft: {lora: {target_modules: []}}", "sft.lora.target_modules: [] is not allowed: must have at least 1 item"),
     ("reward: {lora: {target_modules: [lm_head]}}", "reward.lora.target_modules: 'lm_head' must be one of q_proj, k_p"),
     (
-        "sft: {lora: {}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
-        "sft: lora is not supported with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters",
+        "sft: {lora: {}, engine: {library: megatron, tensor_parallel: 2, num_workhorses: 2}}",
+        "sft: lora is not supported with engine.library = 'megatron' (deepspeed, fsdp2 can)",
     ),
     (
-        "ppo: {stages: [{lora: {}, critic: separate, critic_engine: {pipeline_parallel: 2, num_workhorses: 2}}]}",
-        "ppo.stages.0: lora is not supported with critic_engine.tensor_parallel = 1 and",
+        "sft: {lora: {dora: true}, engine: {zero_stage: 3, num_workhorses: 2}}",
+        "sft: lora.dora is not supported with engine.zero_stage = 3: it needs each frozen matrix whole in every pass",
+    ),
+    (
+        "ppo: {stages: [{lora: {dora: true}, critic: separate,"
+        " critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
+        "ppo.stages.0: lora.dora is not supported with critic_engine.tensor_parallel = 2: it needs each frozen matrix",
+    ),
+    (
+        "ppo: {stages: [{adapter_sync: adapter}]}",
+        "ppo.stages.0: adapter_sync = 'adapter' must be left out without lora",
+    ),
+    (
+        "ppo: {stages: [{lora: {}, adapter_sync: adapter, generator: {engine: transformers}}]}",
+        "ppo.stages.0: adapter_sync = 'adapter' is not supported with generator.engine = 'transformers' (vllm can)",
+    ),
+    (
+        "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
+        "ppo.stages.0: lora.dora with adapter_sync = 'adapter' is not supported with generator.engine = 'vllm': no",
     ),
     (
         "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",

@@ -28,6 +28,8 @@ class DeepSpeed:
         pipeline_parallel=True,
         activation_checkpointing=True,
         lora=True,
+        split_lora=True,
+        dora_levels=(0, 1, 2),
         trainable_layers=True,
         scoring=True,
         offload=True,

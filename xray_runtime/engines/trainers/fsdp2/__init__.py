@@ -27,6 +27,7 @@ class FSDP2(Trainer):
     capabilities = TrainerCapabilities(
         activation_checkpointing=True,
         lora=True,
+        dora_levels=(2, 3),
         trainable_layers=True,
         scoring=True,
         # Plans assume AdamW; Muon has one moment a hidden matrix instead of two.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
-from xray_runtime.engines.engine import MicroBatch, Scorer
+from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights
 from xray_runtime.engines.trainers.fsdp2.config import FSDP2Config
@@ -35,7 +35,6 @@ from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.weight_files import HEAD_PREFIX
 
 
 class FSDP2Scorer(Scorer):
@@ -138,14 +137,9 @@ class FSDP2Engine(FSDP2Scorer):
         self._num_steps += finite
         return float(norm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         release_gathered(self.module)
-        adapters = self.module.adapters
-        for name, parameter in self._parameters.items():
-            if adapters is None or name.startswith(HEAD_PREFIX):
-                yield name, _whole(parameter)
-        if adapters is not None:
-            yield from adapters.merged(_whole)
+        return whole_weights(self.module, sharded_parameters(self.module), _whole, merged=merged)
 
     def save(self, directory: Path) -> None:
         pieces = {(kind, name): self._piece(name) for name in self._rows for kind in self._kinds(name)}
@@ -177,7 +171,7 @@ class FSDP2Engine(FSDP2Scorer):
         return held.view(-1)
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _whole(name: str, parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     whole: Tensor = parameter.full_tensor()
     return whole.detach()

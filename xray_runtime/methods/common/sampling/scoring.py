@@ -151,6 +151,7 @@ class Scorer:
         stops: tokens that end a reply.
         scored_before: (rows, iteration) → those of a rollout that the policy scores; None: all.
         one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
+        own_reference: the reference is the policy with its adapters off.
     """
 
     def __init__(
@@ -163,10 +164,11 @@ class Scorer:
         prompts: UniquePrompts,
         scored_before: Callable[[TextBatch, int], np.ndarray] | None = None,
         one_trunk: bool = False,
+        own_reference: bool = False,
     ) -> None:
         self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._scored_before = scored_before
+        self._scored_before, self._own_reference = scored_before, own_reference
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -190,6 +192,8 @@ class Scorer:
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + bool(self._config.lag)
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
+        if self._own_reference:
+            calls.append(models["policy"].reference.remote(rows, at_once))
         # Reward models that are branches of the policy have scored whole replies with it.
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
