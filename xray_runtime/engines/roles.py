@@ -52,7 +52,7 @@ class ModelRole:
     """Number of frozen models that are branches of its trunk."""
     computed_by: str | None = None
     """The trained role that computes its scores with its adapters off, unless the stage has an input of this role's
-    name."""
+    name that is another model than `shape`."""
     trunk: str | None = None
     """The trained role whose branch it becomes if both have the same base and trained layers."""
 
@@ -72,7 +72,12 @@ class ModelRole:
 
 def models_of(call: Call) -> dict[str, ModelRole]:
     """The models that a stage opens, by name. Raises TypeError as `all_models`."""
-    return {n: role for n, role in all_models(call).items() if role.computed_by is None or n in call.parents}
+
+    def is_opened(name: str, role: ModelRole) -> bool:
+        start = call.parents.get(role.shape or "")
+        return role.computed_by is None or call.parents.get(name, start) is not start
+
+    return {name: role for name, role in all_models(call).items() if is_opened(name, role)}
 
 
 def all_models(call: Call) -> dict[str, ModelRole]:

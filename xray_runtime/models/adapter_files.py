@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
+
+from xray_runtime.kernel.errors import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from xray_runtime.models.lora import LoRAConfig
 
-ADAPTER = "adapter"
-"""The folder of a checkpoint with the adapter that was trained, beside the weights that have it merged."""
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -34,3 +35,33 @@ def write_adapter(
     content = config.peft_fields(base, layers) | ({"base_sha256": sha256} if sha256 else {})
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / TENSORS_FILE)
+
+
+def with_adapter(lm: Any, directory: Path, field: str) -> Any:
+    """`lm` with the LoRA adapter in `directory` merged into its weights, as peft merges it.
+
+    Raises:
+        ValueError: the directory has no such adapter in safetensors form, or it is another model's; the message begins
+            with `field`.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    refused = f"{field}: {str(directory)!r} is not allowed"
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        if not (directory / name).is_file():
+            raise ValueError(f"{refused}: it has no {name}")
+    try:
+        config, held = json.loads((directory / CONFIG_FILE).read_bytes()), load_file(directory / TENSORS_FILE)
+        if (kind := config.get("peft_type")) != "LORA":
+            raise ValueError(f"it is a {kind} adapter; only LORA adapters can be merged")
+        peft = PeftModel.from_pretrained(lm, str(directory), local_files_only=True)
+    except Exception as error:
+        # peft, safetensors and torch raise in forms of their own.
+        raise ValueError(f"{refused}: {first_line(error)}") from error
+    # What the model has no layer for peft leaves out, with a warning.
+    taken = get_peft_model_state_dict(peft)
+    lost = [n for n, tensor in held.items() if n not in taken or not torch.equal(taken[n].float(), tensor.float())]
+    if lost or len(taken) != len(held):
+        name = min(lost or taken.keys() - held.keys())
+        raise ValueError(f"{refused}: it does not fit a {type(lm).__name__} of this size ({name})")
+    return peft.merge_and_unload()

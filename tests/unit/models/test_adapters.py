@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from tests.unit.models.families import model
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import fresh_llama
+from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
@@ -162,3 +163,45 @@ def test_experts_and_routers_get_no_adapters(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"^lora\.target_modules: ") as caught:
         Adapters(lm, LoRAConfig(rank=2, target_modules=[name]), tmp_path, seed=0)
     assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_others_is_merged_into_its_base(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_model(fresh_llama(TINY, tiny_tokenizer, seed=1), tiny_tokenizer, tmp_path / "base")
+    plain = load_model(tmp_path / "base")
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"o_proj": 3.0}}
+    targets = ["q_proj", "o_proj"]
+    peft = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6, target_modules=targets, **patterns))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    peft.save_pretrained(tmp_path / "adapter")
+    found = read_pretrained(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    expected = peft.merge_and_unload().state_dict()
+    assert not found.files
+    for name, tensor in found.lm.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    tmp_path: Path, tiny_tokenizer: Any, message_texts: Messages
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_model(fresh_llama(TINY, tiny_tokenizer, seed=1), tiny_tokenizer, base)
+    lora = LoRAConfig(rank=2, target_modules=["q_proj"])
+
+    def refused() -> None:
+        with message_texts.raises(ValueError):
+            read_pretrained(str(base), adapter=str(adapter))
+
+    adapter.mkdir()
+    refused()
+    strange = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
+    write_adapter(adapter, lora, {strange: torch.ones(2, 32), strange.replace("_A", "_B"): torch.ones(32, 2)})
+    refused()
+    narrow = strange.replace(".9.", ".0.")
+    write_adapter(adapter, lora, {narrow: torch.ones(2, 16), narrow.replace("_A", "_B"): torch.ones(32, 2)})
+    refused()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    refused()

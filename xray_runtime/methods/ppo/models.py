@@ -66,7 +66,8 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
 
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     """Whether the reference is the policy with its adapters off."""
-    return stage.config.lora is not None and stage.inputs.reference is None
+    policy, reference = stage.inputs.policy, stage.inputs.reference
+    return stage.config.lora is not None and (reference is None or reference.path == policy.path)
 
 
 def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:

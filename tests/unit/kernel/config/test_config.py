@@ -201,15 +201,15 @@ REFUSED = [
     ),
     (
         "ppo: {stages: [{adapter_sync: adapter}]}",
-        "ppo.stages.0: adapter_sync = 'adapter' must be left out without lora",
+        "ppo-1: adapter_sync = 'adapter' must be left out without lora",
     ),
     (
         "ppo: {stages: [{lora: {}, adapter_sync: adapter, generator: {engine: transformers}}]}",
-        "ppo.stages.0: adapter_sync = 'adapter' is not supported with generator.engine = 'transformers' (vllm can)",
+        "ppo-1: adapter_sync = 'adapter' is not supported with generator.engine = 'transformers' (vllm can)",
     ),
     (
         "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
-        "ppo.stages.0: lora.dora with adapter_sync = 'adapter' is not supported with generator.engine = 'vllm': no",
+        "ppo-1: lora.dora with adapter_sync = 'adapter' is not supported with generator.engine = 'vllm': no",
     ),
     (
         "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
