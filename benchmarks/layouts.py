@@ -139,7 +139,7 @@ def updates(
         rows = batches[number % len(batches)]
         tokens = float(rows.num_response_tokens())
         start = time.perf_counter()
-        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr)
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])

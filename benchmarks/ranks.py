@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -22,9 +23,11 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports, and with it torch's compiler: seconds
+    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "transformers.models.llama.modeling_llama",
-    "xray_runtime.engines.trainers.megatron.engine",
-    "benchmarks.ranks",
+    *(f"xray_runtime.engines.trainers.{name}" for name in ("deepspeed.pipeline", "fsdp2.engine", "megatron.engine")),
+    "benchmarks.layouts",
 ]
 TIMEOUT_S = 900.0
 
@@ -97,6 +100,8 @@ def _work(
     script: Script,
     args: Any,
 ) -> None:
+    # Collections, of which DeepSpeed asks for some, need not look through all that was imported before the fork.
+    gc.freeze()
     try:
         learner = kind(RuntimeConfig(threads=1, device=device))  # type: ignore[arg-type]
         learner.build(spec, rank_info)

@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ from tests.message_texts import Messages
 
 # No test asserts a wall time.
 # Explaining a failure traces it, and CPython 3.11 can loop without end in `sys.settrace`.
-settings.register_profile("xray", deadline=None, phases=[phase for phase in Phase if phase is not Phase.explain])
+settings.register_profile(
+    "xray",
+    deadline=None,
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+    max_examples=int(os.environ.get("XRAY_TEST_EXAMPLES", "30")),
+)
 settings.load_profile("xray")
 
 

@@ -175,6 +175,8 @@ def tried(mutants: dict[str, list[str]]) -> dict[str, bool]:
 
 def main() -> int:
     os.chdir(ROOT)
+    # As many as hypothesis tries by itself; `make unit` tries fewer.
+    os.environ.setdefault("XRAY_TEST_EXAMPLES", "100")
     subprocess.run([MUTMUT, "run", *(sys.argv[1:] or ["xray_runtime.algorithms.*"])], check=True)
     codes = codes_in((CHANGED / "algorithms").rglob("*.meta"))
     noticed = {name: status_by_exit_code[code] in NOTICED for name, code in codes.items()} | tried(sample())

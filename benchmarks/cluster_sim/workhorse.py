@@ -21,7 +21,7 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import Tried
 from xray_runtime.cluster.types import Heartbeat, RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sync.route import Device
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -112,18 +112,17 @@ class SimWorkhorse(Workhorse):
         """Share of a rollout in the whole batch, of which this rank has its replica's part."""
         return len(rows.prompt_lengths) * getattr(self.spec.layout, "data_parallel", 1) / self.spec.rollout_size
 
-    def score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def score(self, rows: TextBatch) -> Scores:
         self._work("score", self._share(rows))
         role = self.rank_info.role
         if role.startswith("rewards"):
             return Scores(scores=(rows.input_ids.values[rows.input_ids.offsets[1:] - 2] % 5).astype(np.float32))
         return Scores(ref_logprobs=_logprobs(rows)) if role == "reference" else Scores(logprobs=_logprobs(rows))
 
-    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self._work("train", self._share(rows))
         counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
-        scores = Scores() if "old_logprobs" in rows else Scores(old_logprobs=_logprobs(rows))
-        return StepAnswer(dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}, scores)
+        return dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}
 
     def generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         length, count = sampling.max_new_tokens, len(rows.seed)

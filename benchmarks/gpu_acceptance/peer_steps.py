@@ -139,7 +139,7 @@ def grpo(setting: Setting) -> dict[str, Any]:
     with setting.learner(spec) as learner:
         for _ in range(NUM_STEPS):
             start = time.perf_counter()
-            losses.append(learner.train(rows, totals, LR).sums["policy_loss"] / tokens)
+            losses.append(learner.train(rows, totals, LR)["policy_loss"] / tokens)
             seconds.append(time.perf_counter() - start)
     return _compared(setting, (min(seconds[1:]), losses[0]), _trl_grpo(setting, rows))
 

@@ -66,7 +66,7 @@ def run_steps(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Te
     losses, norms, seconds = [], [], []
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
-        stats = learner.train(deal(rows), StepTotals(tokens=tokens), LR).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), LR)
         seconds.append(time.perf_counter() - start)
         losses.append(stats.get("nll", 0.0) / tokens)
         norms.append(stats["grad_norm"])

@@ -67,17 +67,23 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def prefect() -> Iterator[str]:
-    """Address of a Prefect server for all tests, which is this process's too; its database begins as a copy."""
+def prefect_database() -> Path:
+    """The database of `prefect`: a copy of the template."""
+    from xray.deployments.local_services import make_prefect_database
+
+    path = Path(tempfile.mkdtemp()) / "prefect-test.db"  # Prefect removes the directory
+    copy_template(path, "prefect", partial(make_prefect_database, os.environ))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prefect(prefect_database: Path) -> Iterator[str]:
+    """Address of a Prefect server for all tests, which is this process's too."""
     from prefect.settings import PREFECT_API_URL
     from prefect.testing import utilities
 
-    from xray.deployments.local_services import make_prefect_database
-
-    home = Path(tempfile.mkdtemp())  # Prefect removes it
-    copy_template(home / "prefect-test.db", "prefect", partial(make_prefect_database, os.environ))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilities, "mkdtemp", lambda: str(home))
+        patch.setattr(utilities, "mkdtemp", lambda: str(prefect_database.parent))
         with utilities.prefect_test_harness(server_startup_timeout=240):
             yield str(PREFECT_API_URL.value())
 

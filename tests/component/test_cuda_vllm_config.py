@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long  # a process that imports vLLM; the options themselves are in unit tests
 def test_vllm_takes_our_options_on_cuda(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "tests.component.cuda_vllm_config", str(tiny_model)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -75,7 +75,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
         spec = ModelSpec(tmp_path / "model", SFTObjective(), training=training)
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
             for _ in range(3):
-                stats[sleeps] = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=7.0), 1e-3)).sums
+                stats[sleeps] = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=7.0), 1e-3))
                 if sleeps:
                     awake = torch.cuda.mem_get_info()[0]
                     ray.get(models["policy"].sleep.remote())

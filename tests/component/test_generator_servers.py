@@ -1,4 +1,4 @@
-"""`xray generator` twice, as processes: the replies of a vLLM in this process, whatever happens to one of them."""
+"""`xray generator` as a process, and twice: the replies of a vLLM in this process, whatever happens to one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +37,29 @@ MEMORY = SharedWriter()
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_model: Path) -> Iterator[list[GeneratorProcess]]:
-    with ExitStack() as stack:
-        both = [stack.enter_context(running(tiny_model, MAX_LENGTH, KEY)) for _ in range(2)]
-        for server in both:
-            server.wait()
+def processes(tiny_model: Path) -> Iterator[list[GeneratorProcess]]:
+    """Two servers, of which the first is being started."""
+    with running(tiny_model, MAX_LENGTH, KEY) as first:
+        both = [first, GeneratorProcess(tiny_model, MAX_LENGTH, KEY)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XRAY_API_KEYS", ",".join(f"127.0.0.1:{server.port}={KEY}" for server in both))
             yield both
+
+
+@pytest.fixture
+def server(processes: list[GeneratorProcess]) -> GeneratorProcess:
+    """One that answers, with the weights of its checkpoint or of the test before."""
+    first = processes[0]
+    if first.process.poll() is not None:
+        first.start()
+    first.wait()
+    return first
+
+
+@pytest.fixture(scope="module")
+def local(tiny_model: Path) -> Generation:
+    torch.set_num_threads(1)
+    return opened(tiny_model, GeneratorConfig())
 
 
 def config(*addresses: str, **fields: object) -> ServerConfig:
@@ -68,9 +82,9 @@ def weights(directory: Path, scale: float, version: int, names: Callable[[str], 
 
 
 def test_servers_that_cannot_sample_for_a_run_are_refused(
-    servers: list[GeneratorProcess], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: GeneratorProcess, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = servers[0].address
+    address = server.address
     other = tmp_path / "other"
     other.mkdir()
     for file in tiny_model.iterdir():
@@ -90,24 +104,24 @@ def test_servers_that_cannot_sample_for_a_run_are_refused(
     with pytest.raises(ValueError, match=f"^addresses: {address}: it rounds differently: it has 1 threads"):
         config(address).check_services(more)
     config(address).check_services(RUNTIME)
-    monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{servers[0].port}=wrong")
+    monkeypatch.setenv("XRAY_API_KEYS", f"127.0.0.1:{server.port}=wrong")
     with pytest.raises(ValueError, match="status 401 the key in XRAY_API_KEY is needed"):
         config(address).check_services(RUNTIME)
 
 
-def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) -> None:
-    """One story, since each start of vLLM takes seconds: sample, follow, lose one, regain it, lose all."""
-    torch.set_num_threads(1)
-    first, second = servers
+PART = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
+"""Names of weights that a partial update brings, of some layers."""
+
+
+def test_the_life_of_a_server(server: GeneratorProcess, local: Generation, tiny_model: Path) -> None:
+    """One story, since each start of vLLM takes seconds: sample, follow, refuse, lose it."""
     nobody = f"http://127.0.0.1:{free_port()}"
-    local = opened(tiny_model, GeneratorConfig())
-    remote = opened(tiny_model, config(first.address, second.address, nobody))
+    remote = opened(tiny_model, config(server.address, nobody))
     before = replies(local, 0)
     same(replies(remote, 0), before)
 
     # A whole update, and a part of some layers; what did not change stays.
-    part = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
-    for update in (weights(tiny_model, 1.5, 1), weights(tiny_model, 0.5, 2, lambda name: name in part)):
+    for update in (weights(tiny_model, 1.5, 1), weights(tiny_model, 0.5, 2, PART.__contains__)):
         for generation in (local, remote):
             generation.weights.load(update)
         same(replies(remote, update.version), replies(local, update.version))
@@ -119,37 +133,58 @@ def test_the_life_of_servers(servers: list[GeneratorProcess], tiny_model: Path) 
         remote.weights.load(pack([("model.norm.weight", held["model.norm.weight"][:-1])], 3, MEMORY))
     same(replies(remote, 2), replies(local, 2))
 
-    # Another run takes one of the servers: its weights are never sampled from, nor changed in part.
-    other = opened(tiny_model, config(first.address))
+    # Another run takes the server: its weights are never sampled from, nor changed in part.
+    other = opened(tiny_model, config(server.address))
     same(replies(other, 0), before)
     same(replies(remote, 2), replies(local, 2))
     same(replies(other, 0), before)
     for generation in (local, remote):
-        generation.weights.load(weights(tiny_model, 0.7, 3, lambda name: name in part))
+        generation.weights.load(weights(tiny_model, 0.7, 3, PART.__contains__))
     same(replies(remote, 3), replies(local, 3))
 
+    server.kill()
+    with pytest.raises(NoServersError, match="no server can sample") as lost:
+        replies(remote, 3)
+    assert all(f"{address}: ConnectError" in str(lost.value) for address in (server.address, nobody))
+
+
+@pytest.mark.long
+def test_of_two_servers_one_may_be_lost_and_regained(
+    server: GeneratorProcess,
+    processes: list[GeneratorProcess],
+    local: Generation,
+    tiny_model: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    second = processes[1]
+    second.start()
+    request.addfinalizer(second.kill)
+    second.wait()
+    remote = opened(tiny_model, config(server.address, second.address))
+    version = local.weights.version + 1
+
+    def follow(update: WeightUpdate) -> None:
+        for generation in (local, remote):
+            generation.weights.load(update)
+        same(replies(remote, update.version), replies(local, update.version))
+
+    follow(weights(tiny_model, 1.1, version))
+
     # One dies while it samples: the other samples its prompts again.
-    expected, start = replies(local, 3, num=96), parts_done()
+    expected, start = replies(local, version, num=96), parts_done()
     killer = threading.Thread(target=_once, args=(lambda: parts_done() >= start + 8, second.kill))
     killer.start()
-    same(replies(remote, 3, num=96), expected)
+    same(replies(remote, version, num=96), expected)
     killer.join()
     assert second.process.poll() is not None
-    for generation in (local, remote):
-        generation.weights.load(weights(tiny_model, 1.2, 4, lambda name: name in part))
-    same(replies(remote, 4), replies(local, 4))
+    follow(weights(tiny_model, 1.2, version + 1, PART.__contains__))
 
     # It comes back with the weights of its checkpoint, catches up, and is alone.
     second.start()
     second.wait()
-    same(replies(remote, 4), replies(local, 4))
-    first.kill()
-    same(replies(remote, 4), replies(local, 4))
-
-    second.kill()
-    with pytest.raises(NoServersError, match="no server can sample") as lost:
-        replies(remote, 4)
-    assert all(f"{address}: ConnectError" in str(lost.value) for address in (first.address, second.address, nobody))
+    same(replies(remote, version + 1), replies(local, version + 1))
+    server.kill()
+    same(replies(remote, version + 1), replies(local, version + 1))
 
 
 def _once(condition: Callable[[], bool], do: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.opening import WORKHORSES
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
@@ -96,7 +96,7 @@ WORKHORSES[SlowGeneratorSpec] = SlowGenerator
 class SlowObjective(PPOObjective):
     """Every update but the last lasts until the rollout that is beside it has begun."""
 
-    def forward(self, module: HeadedLM, rows: PolicyBatch[torch.Tensor]) -> PolicyForward:
+    def forward(self, module: HeadedLM, rows: TextBatch[torch.Tensor]) -> PolicyForward:
         number = ray.get(ray.get_actor(MEETING).begin.remote("update"))
         if number < ITERATIONS:
             await_other("update", number, "rollout", number + 1)

@@ -29,8 +29,7 @@ from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
-from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
-from xray_runtime.methods.ppo.step_scores import StepScored
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Component, ReferenceObjective, SFTObjective, Terms
@@ -52,7 +51,7 @@ def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[lis
         for step in range(NUM_STEPS):
             rows = text(seed=step % 2)
             tokens = float(rows.num_response_tokens())
-            stats = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=tokens), 1e-2)).sums
+            stats = ray.get(models["policy"].train.remote(rows, StepTotals(tokens=tokens), 1e-2))
             losses.append(stats["nll"] / tokens)
             norms.append(stats["grad_norm"])
         ray.get(models["policy"].save.remote(out))
@@ -178,80 +177,10 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
             batch = given.take(index)
             cached = ray.get(models["cached"].train.remote(batch, StepTotals(tokens=10.0), 1e-2))
             fresh = ray.get(models["fresh"].train.remote(batch.with_columns(id=None), StepTotals(tokens=10.0), 1e-2))
-            assert cached.sums == pytest.approx(fresh.sums, rel=1e-5, abs=1e-6)
+            assert cached == pytest.approx(fresh, rel=1e-5, abs=1e-6)
         after = ray.get(models["cached"].score.remote(rows))
     np.testing.assert_allclose(after.ref_logprobs.values, before.ref_logprobs.values, atol=1e-6)
     assert np.abs(after.logprobs.values - before.logprobs.values).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [EngineConfig(), pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long)],
-    ids=["alone", "ZeRO-3 on 2"],
-)
-def test_a_critic_of_its_own_takes_the_policys_trunk(
-    cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig
-) -> None:
-    """Of two ranks that share a sharded trunk one knows its states of a minibatch's rows, the other does not."""
-    config = PPOStageConfig(lr=1e-2, engine=engine)
-    critic = ModelSpec(tiny_model, CriticObjective(config), training=config, new_head=True, trainable_layers=1)
-    specs = {"policy": replace(critic, objective=PPOObjective(config), new_head=False), "critic": critic}
-    rows = text(num_rows=4).with_columns(id=np.arange(4))
-    longer = rows.with_columns(input_ids=Ragged.of([*ids, 5] for ids in rows.input_ids))
-    ones = Ragged(np.ones(rows.num_response_tokens(), np.float32), np.cumsum([0, *response_lengths(rows)]))
-    columns = dict.fromkeys(("values", "returns"), ones)
-    with open_models(RUNTIME, tmp_path, specs | {"alone": critic}) as models:
-        states = ray.get(models["policy"].trunk.remote(longer)).trunk
-        given = rows.with_columns(trunk=states.heads(rows.input_ids.lengths))
-        found = []
-        for role, scored in (("critic", given), ("alone", rows)):
-            ray.get(models[role].score.remote(scored))
-            # Row r was scored on rank r % 2: the second of two ranks meets a row of the first one's.
-            batch = rows.as_kind(PolicyBatch, **columns).take([0, 2])
-            stats = ray.get(models[role].train.remote(batch, StepTotals(tokens=10.0), 1e-2))
-            found.append((stats.sums, ray.get(models[role].score.remote(scored)).values.values))
-    (stats, values), (stats_alone, values_alone) = found
-    assert stats == pytest.approx(stats_alone, rel=1e-5, abs=1e-6)
-    np.testing.assert_allclose(values, values_alone, rtol=1e-4, atol=1e-6)
-    assert np.ptp(values) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(EngineConfig(), id="alone", marks=pytest.mark.long),
-        pytest.param(EngineConfig(num_workhorses=2), id="2 replicas"),
-        pytest.param(EngineConfig(num_workhorses=2, pipeline_parallel=2), id="2 stages", marks=pytest.mark.long),
-    ],
-)
-def test_a_step_returns_the_log_probabilities_before_it(
-    cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig
-) -> None:
-    """Row by row those that the policy would have scored; it learns the same as if it had."""
-    config = PPOStageConfig(method="grpo", lr=1e-2, engine=engine)
-    policy = ModelSpec(tiny_model, StepScored(PPOObjective(config)), training=config)
-    rows, totals = text(num_rows=6), StepTotals(tokens=10.0, rows=6.0, kl_coef=0.1)
-    lengths = response_lengths(rows)
-    noise = np.random.default_rng(3).normal(size=(3, sum(lengths))).astype(np.float32)
-    offsets = np.cumsum([0, *lengths])
-    rollout, reference, advantages = (
-        Ragged(values, offsets) for values in (0.8 * noise[0] - 5.6, noise[1] - 5.6, noise[2])
-    )
-    given = rows.as_kind(PolicyBatch, ref_logprobs=reference, advantages=advantages)
-    with open_models(RUNTIME, tmp_path, {"step": policy, "before": policy}) as models:
-        before = ray.get(models["before"].score.remote(rows)).logprobs
-        weights = np.minimum(np.exp(before.values - rollout.values), 2.0)
-        assert 0 < (weights == 2.0).sum() < len(weights)
-        scored = given.with_columns(old_logprobs=before, weights=Ragged(weights, offsets))
-        expected = ray.get(models["before"].train.remote(scored, totals, 1e-2))
-        found = ray.get(models["step"].train.remote(given.with_columns(rollout_logprobs=rollout), totals, 1e-2))
-        after, wanted = (ray.get(models[role].score.remote(rows)).logprobs for role in ("step", "before"))
-    np.testing.assert_array_equal(found.scores.old_logprobs.offsets, before.offsets)
-    np.testing.assert_allclose(found.scores.old_logprobs.values, before.values, atol=1e-5)
-    assert not len(expected.scores)
-    assert found.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
-    np.testing.assert_allclose(after.values, wanted.values, atol=1e-4)
-    assert np.abs(after.values - before.values).max() > 1e-2
 
 
 def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path, tiny_model: Path) -> None:
@@ -298,14 +227,14 @@ def train_with_all_and_with_a_share(model: Path, logs: Path, out: Path) -> tuple
     """Threads of each call, to a model alone and then to two at the same time; the weights of one in the end."""
     spec = ModelSpec(model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
     rows, totals = text(num_rows=4), StepTotals(tokens=100.0)  # few enough for one micro-batch
-    with open_models(RuntimeConfig(threads=2, device="cpu"), logs, {"policy": spec, "critic": spec}) as models:
-        both = list(models.values())
-        alone = [ray.get(models["policy"].train.remote(rows, totals, 1e-2)), ray.get(both[0].score.remote(rows))]
-        trained = ray.get([m.train.remote(rows, totals, 1e-2, 2) for m in both])
-        scored = ray.get([m.score.remote(rows, at_once=2) for m in both])
+    shared = replace(spec, training_at_once=2, scoring_at_once=2)
+    specs = {"alone": spec, "policy": shared, "critic": shared}
+    with open_models(RuntimeConfig(threads=2, device="cpu"), logs, specs) as models:
+        trained = [ray.get(model.train.remote(rows, totals, 1e-2)) for model in models.values()]
+        scored = [ray.get(model.score.remote(rows)) for model in models.values()]
         ray.get(models["policy"].save.remote(out))
-    stepped = [answer.sums["threads"] for answer in (alone[0], *trained)]
-    passed = [float(np.max(scores.others["threads"])) for scores in (alone[1], *scored)]
+    stepped = [answer["threads"] for answer in trained]
+    passed = [float(np.max(scores.others["threads"])) for scores in scored]
     return [*stepped, *passed], load_file(out / "model.safetensors")
 
 
@@ -324,9 +253,7 @@ def test_two_micro_batches_at_a_time_do_not_show(cluster: None, tiny_model: Path
     def run(threads: int) -> tuple[Scores, list[dict[str, float]]]:
         runtime = RuntimeConfig(threads=threads, device="cpu")
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
-            steps = [
-                ray.get(models["policy"].train.remote(rows, StepTotals(tokens=1500.0), 1e-2)).sums for _ in range(3)
-            ]
+            steps = [ray.get(models["policy"].train.remote(rows, StepTotals(tokens=1500.0), 1e-2)) for _ in range(3)]
             return ray.get(models["policy"].score.remote(rows)), steps
 
     (one, one_steps), (two, two_steps), (again, again_steps) = run(1), run(2), run(2)

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.e2e.conftest import ROOT
 from xray.deployments.local_ray import AGENT_PORTS
 
@@ -35,7 +37,7 @@ def look():
 def flow_of_a_script():
     return look.submit().result(), bool(os.environ[FORK_SERVER])
 
-for _ in range(2):
+for _ in range({times}):
     (mode, niceness, directory), forks = flow_of_a_script()
     print("found", mode, niceness, forks, os.path.exists(directory), "RAY_AUTH_MODE" in os.environ)
 """
@@ -61,10 +63,18 @@ def test_a_private_ray_after_ray_was_imported() -> None:
     assert any(a.startswith("--dashboard_agent_command=sh -c") for a in raylet)
 
 
-def test_a_flow_that_a_script_calls_has_a_private_ray() -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_flow_that_a_script_calls_has_a_private_ray(times: int) -> None:
     """Prefect's own task runner starts one without a token, whose workers starve on a busy machine."""
     # Not that of other tests, to which this process may be connected.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PREFECT_"))}
-    done = subprocess.run([sys.executable, "-c", FLOW], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", FLOW.replace("{times}", str(times))],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     found = [line for line in done.stdout.splitlines() if line.startswith("found")]
-    assert found == ["found token 0 True False False"] * 2, done.stdout + done.stderr[-2000:]
+    assert found == ["found token 0 True False False"] * times, done.stdout + done.stderr[-2000:]

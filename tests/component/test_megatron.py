@@ -158,7 +158,7 @@ def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path,
     np.testing.assert_allclose(output_layer(MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2}), alone, rtol=1e-6)
 
 
-@pytest.mark.parametrize("field", ["pipeline_parallel", "zero_stage"])
+@pytest.mark.parametrize("field", ["pipeline_parallel", pytest.param("zero_stage", marks=pytest.mark.long)])
 def test_cuda_options_are_refused_on_cpu(tiny_model: Path, tmp_path: Path, field: str, message_texts: Messages) -> None:
     layout = MEGATRON | {field: {"pipeline_parallel": 2, "zero_stage": 1}[field], "num_workhorses": 2}
     with pytest.raises(RuntimeError) as caught:
@@ -176,7 +176,7 @@ def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[
     runtime = RuntimeConfig(device="cuda")
     with open_models(runtime, logs, {"policy": ModelSpec(model, SFTObjective(), training=training)}) as models:
         policy = models["policy"]
-        stats = [ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 1e-3)).sums for _ in range(3)]
+        stats = [ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 1e-3)) for _ in range(3)]
         update = ray.get(policy.export_weights.remote(1))
         weights = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
     return stats, weights

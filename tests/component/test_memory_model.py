@@ -15,7 +15,7 @@ from benchmarks.held import LoadedLearner, held_bytes, live_bytes
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.pool.pool import start
 from xray_runtime.cluster.types import RankInfo
-from xray_runtime.data.batch import StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
@@ -36,7 +36,7 @@ RANKS = 2
 class MeasuredLearner(LoadedLearner):
     """Remembers what it holds between the last backward pass and the optimizer's step, when all three kinds exist."""
 
-    def train(self, rows: Any, totals: StepTotals, lr: float) -> StepAnswer:
+    def train(self, rows: Any, totals: StepTotals, lr: float) -> dict[str, float]:
         assert self.engine is not None
         step = self.engine.engine.step
 

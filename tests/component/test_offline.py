@@ -18,22 +18,15 @@ from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
-from xray_runtime.methods.common.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
-from xray_runtime.methods.common.training import trunk_states
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.common.inputs import BestOfNInputs, DPOInputs, KTOInputs
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto import body as kto
 from xray_runtime.methods.kto.config import KTOConfig, KTOValidation
-from xray_runtime.methods.reward_model import body as reward_model
-from xray_runtime.methods.reward_model.config import RewardConfig
-from xray_runtime.methods.sft import body as sft
-from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.rewards.config import reward_term
 
 PAIRS, BATCH, STEPS = 24, 8, 6
@@ -110,45 +103,6 @@ def test_dpo_above_a_frozen_trunk(root: Path) -> None:
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert moved
     assert all("layers.1." in name or name == "model.norm.weight" for name in moved)
-
-
-def trunk_files(root: Path, beside: str) -> list[Path]:
-    return list((root / f"{beside}.tokens-").glob("trunk-*.states"))
-
-
-def test_states_of_a_frozen_trunk_are_computed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = RewardModelInputs(Model(root / "model"), Preferences(root / "pairs"))
-    config = RewardConfig(batch_size=BATCH, epochs=2, lr=5e-3, trainable_layers=1)
-    kept = attempt(root, "kept", reward_model, config, inputs)
-    [file] = trunk_files(root, "pairs")
-    with monkeypatch.context() as patch:
-        # Nothing is computed for a run with another learning rate.
-        patch.setattr(TrunkStates, "_write", None)
-        other = attempt(root, "other", reward_model, config.model_copy(update={"lr": 1e-3}), inputs)
-    assert other.points[-1] != kept.points[-1]
-    file.unlink()
-    resumed = attempt(root, "resumed", reward_model, config, inputs, kept.snapshots[3])
-    assert resumed.points == kept.points[4:]
-    assert (root / "resumed" / "model.safetensors").read_bytes() == (root / "kept" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(trunk_states, "MAX_BYTES", 0)
-    anew = attempt(root, "anew", reward_model, config, inputs)
-    for point, expected in zip(anew.points, kept.points, strict=True):
-        assert point == pytest.approx(expected, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.long
-def test_a_trunk_in_bfloat16_on_two_workhorses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 shards the trunk too: its passes are collectives."""
-    engine = DeepSpeedConfig(num_workhorses=2, zero_stage=3, precision="bfloat16", micro_batch_tokens=64)
-    config = SFTConfig(batch_size=BATCH, steps=STEPS, lr=5e-3, trainable_layers=1, engine=engine)
-    inputs = SFTInputs(Model(root / "model"), Dataset(root / "data"))
-    kept = attempt(root, "kept", sft, config, inputs).points[1:]
-    [file] = trunk_files(root, "data")
-    assert file.stat().st_size % (2 * 64) == 0
-    monkeypatch.setattr(trunk_states, "MAX_BYTES", 0)
-    for point, expected in zip(attempt(root, "anew", sft, config, inputs).points[1:], kept, strict=True):
-        assert point["sft/loss"] == pytest.approx(expected["sft/loss"], rel=1e-2)
-    assert kept[-1]["sft/loss"] < kept[0]["sft/loss"]
 
 
 def test_kto_learns_and_its_split_does_not_show(root: Path) -> None:

@@ -131,7 +131,7 @@ def test_going_on_from_offloaded_states_on_a_gpu(
                 ray.get(policy.save_state.remote(tmp_path / "snapshot"))
             else:
                 ray.get(policy.load_state.remote(tmp_path / "snapshot"))
-            return float(ray.get(policy.train.remote(rows, totals, 1e-3)).sums["policy_loss"])
+            return float(ray.get(policy.train.remote(rows, totals, 1e-3))["policy_loss"])
 
     assert third(save=True) == third(save=False)
 

@@ -6,12 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
-from xray_runtime.cluster.health import HEARTBEAT_SECONDS, HealthMonitor
+from xray_runtime.cluster import health
+from xray_runtime.cluster.health import HealthMonitor
 from xray_runtime.cluster.heartbeat import CONCURRENCY_GROUP, HeartbeatSource
 from xray_runtime.cluster.types import Heartbeat
 from xray_runtime.kernel.signs import part_done
+
+HEARTBEAT_SECONDS = 0.3
 
 
 class Worker:
@@ -24,14 +28,15 @@ class Worker:
 
     def work(self, parts: int) -> None:
         for _ in range(parts):
-            time.sleep(0.1)
+            time.sleep(0.05)
             part_done()
 
     def hang(self) -> None:
         time.sleep(4 * HEARTBEAT_SECONDS)
 
 
-def test_work_shows_and_waiting_does_not(cluster: None, tmp_path: Path) -> None:
+def test_work_shows_and_waiting_does_not(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEARTBEAT_SECONDS", HEARTBEAT_SECONDS)
     kind: Any = ray.remote(concurrency_groups={CONCURRENCY_GROUP: 1})(Worker)
     workers = [kind.options(num_cpus=0).remote() for _ in range(2)]
     seen: list[int] = []
@@ -39,7 +44,7 @@ def test_work_shows_and_waiting_does_not(cluster: None, tmp_path: Path) -> None:
     monitor.begin()
     monitor.collect([worker.hang.remote() for worker in workers])
     assert seen == []
-    parts = int(4 * HEARTBEAT_SECONDS / 0.1)
+    parts = int(8 * HEARTBEAT_SECONDS / 0.05)
     monitor.collect([worker.work.remote(parts) for worker in workers])
     assert len(seen) >= 2
     assert 0 < sum(seen) <= 2 * parts

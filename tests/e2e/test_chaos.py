@@ -18,7 +18,7 @@ TWELVE = 2322
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_twelve_faults_lose_nothing(first: Outcome, output: Path, tmp_path: Path) -> None:
-    """A chosen four are in `test_lifecycle`, beside the undisturbed lifecycle that they are held against."""
+    """A chosen few are in `test_lifecycle`, beside the undisturbed lifecycle that they are held against."""
     cases = [draw(TWELVE + i, (STAGES * 2)[i]) for i in range(12)]
     assert {case.target for case in cases} == TARGETS.keys()
     nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, cases)

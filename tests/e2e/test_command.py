@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import xray
 from tests.message_texts import Messages
 
 
+@pytest.mark.long  # it starts a run; what needs none is in `tests/unit/cli`
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, message_texts: Messages) -> None:
-    """Found by the run's own process on its Ray; what the command itself finds is in `tests/unit/cli`."""
+    """Found by the run's own process on its Ray."""
     bad = ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"]
     outcome = xray("run", *bad, "--output", str(tmp_path / "run"), timeout=60)
     assert outcome.code == 2

@@ -20,13 +20,15 @@ from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.promotion import promote, review, roll_back
 
-FAULTS = [
-    Case(0, "supervisor", "kill", "sft", 1.0),
-    Case(1, "learner", "kill", "reward", 1.0),
-    Case(2, "raylet", "kill", "ppo-1", 1.0),
-    Case(3, "supervisor", "interrupt", "ppo-2", 1.0),
-]
-"""A command that is killed and one that is interrupted, a lost Workhorse and a lost Ray; `test_chaos` draws others."""
+FAULTS = {
+    "killed": [
+        Case(0, "supervisor", "kill", "sft", 1.0),
+        Case(1, "learner", "kill", "reward", 1.0),
+        Case(2, "raylet", "kill", "ppo-1", 1.0),
+    ],
+    "interrupted": [Case(3, "supervisor", "interrupt", "ppo-2", 1.0)],
+}
+"""A killed command, a lost Workhorse and a lost Ray; an interrupted command. `test_chaos` draws others."""
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 
 
@@ -159,8 +161,11 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
 
 
 @pytest.mark.timeout(1500)
-def test_faults_lose_nothing_and_leave_nothing_running(first: Outcome, output: Path, tmp_path: Path) -> None:
-    nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, FAULTS)
+@pytest.mark.parametrize("faults", ["killed", pytest.param("interrupted", marks=pytest.mark.long)])
+def test_faults_lose_nothing_and_leave_nothing_running(
+    first: Outcome, output: Path, tmp_path: Path, faults: str
+) -> None:
+    nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, FAULTS[faults])
 
 
 def test_again_nothing_would_be_computed(first: Outcome, output: Path) -> None:

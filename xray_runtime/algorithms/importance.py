@@ -15,7 +15,6 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean
 from xray_runtime.algorithms.kl import clamp_log_ratio
-from xray_runtime.algorithms.losses import reply_means
 
 Mode = Literal["truncate", "mask", "none"]
 Level = Literal["token", "reply"]
@@ -43,23 +42,6 @@ def importance_weights(
         "capped_share": float((raw > cap).sum() / count),
     }
     return _bounded(raw, valid, mode, cap), stats
-
-
-def flat_importance_weights(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    replies: Tensor,
-    *,
-    mode: Mode,
-    cap: float,
-    level: Level,
-) -> Tensor:
-    """`importance_weights` of tokens [R] without padding; `replies` [R], from 0: which reply each token is of."""
-    valid = mask.to(train_logprobs.dtype)
-    diff = train_logprobs - rollout_logprobs
-    log_weights = reply_means(diff, replies, valid) if level == "reply" else diff
-    return _bounded(clamp_log_ratio(log_weights).exp() * valid, valid, mode, cap)
 
 
 def _bounded(raw: Tensor, valid: Tensor, mode: Mode, cap: float) -> Tensor:

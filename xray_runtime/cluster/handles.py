@@ -22,7 +22,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
-    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer, StepTotals
+    from xray_runtime.data.batch import ReplyBatch, Scores, StepTotals
     from xray_runtime.engines.layouts import LayoutConfig
     from xray_runtime.engines.sampling import Sampling
 
@@ -52,23 +52,20 @@ class ModelProxy:
     ) -> None:
         self.model, self._role = model, role
         self._replicas = num_replicas if isinstance(layout, GeneratorConfig) else Topology.of(layout).data
-        self.score, self.reference, self.trunk = _Call(self._score), _Call(self._reference), _Call(self._trunk)
+        self.score, self.reference = _Call(self._score), _Call(self._reference)
         self.train, self.generate, self.follow = _Call(self._train), _Call(self._generate), _Call(self._follow)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def _score(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
-        return self.model.score.remote(self._scattered(rows), at_once)
+    def _score(self, rows: TextBatch) -> Ref[Scores]:
+        return self.model.score.remote(self._scattered(rows))
 
-    def _reference(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
-        return self.model.reference.remote(self._scattered(rows), at_once)
+    def _reference(self, rows: TextBatch) -> Ref[Scores]:
+        return self.model.reference.remote(self._scattered(rows))
 
-    def _trunk(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
-        return self.model.trunk.remote(self._scattered(rows), at_once)
-
-    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]:
-        return self.model.train.remote(self._scattered(rows), totals, lr, at_once)
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> Ref[dict[str, float]]:
+        return self.model.train.remote(self._scattered(rows), totals, lr)
 
     def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[ReplyBatch]:
         """Prompts are spread by predicted tokens."""

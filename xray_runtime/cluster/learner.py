@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors, joined, row_groups
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.published_checks import PublishedChecks
-from xray_runtime.cluster.trunk_memory import TrunkMemory, as_bits
+from xray_runtime.cluster.trunk_memory import TrunkMemory
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
-from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import Scores, StepTotals, TextBatch
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.processes import return_freed_memory
 from xray_runtime.kernel.signs import part_done
@@ -110,42 +110,32 @@ class Learner(PublishedChecks, Workhorse):
 
         onload()
 
-    def score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def score(self, rows: TextBatch) -> Scores:
         """The objective's scores of `rows`, in their order.
 
         Remembers the output of a frozen trunk for updates on rows with the same `id`, and for scoring the same rows.
-        `at_once`: number of models that work at the same time, this one included; they share `runtime.threads`.
         """
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
-        return self._scores(self.spec.objective, rows, at_once)
+        return self._scores(self.spec.objective, rows)
 
-    def reference(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def reference(self, rows: TextBatch) -> Scores:
         """The scores of `rows` by `spec.reference`, with the adapters off."""
         assert self.spec.reference is not None
         with self.module.adapters.off():
-            return self._scores(self.spec.reference, rows, at_once)
+            return self._scores(self.spec.reference, rows)
 
-    def _scores(self, objective: Objective, rows: TextBatch, at_once: int) -> Scores:
+    def _scores(self, objective: Objective, rows: TextBatch) -> Scores:
         import torch
 
         batches = self._micro_batches(rows, self.spec.score_tokens)
-        with self._turn(at_once), torch.no_grad():
+        with self._turn(self.spec.scoring_at_once), torch.no_grad():
             passes = self.scorer.evaluate(objective.score, batches)
             return joined((batch, as_arrays(scores)) for batch, scores in passes)
 
-    def trunk(self, rows: TextBatch, at_once: int = 1) -> Scores:
-        """The frozen trunk's output for `input_ids`: `trunk`, remembered as by `score`.
-
-        bfloat16 comes as bits in uint16, since numpy lacks the type.
-        """
-        with self._turn(at_once):
-            batches = self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens)
-            return joined((batch, as_bits(batch.tensors)) for batch in batches)
-
-    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         """One optimizer step over `rows`; answers with this rank's sums for the log, the number of tokens that it
-        computed, `grad_norm`, and the columns that the objective gives back. `at_once` as above.
+        computed, and `grad_norm`.
 
         If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite. Raises
         NonFiniteError if a weight is not finite.
@@ -157,7 +147,6 @@ class Learner(PublishedChecks, Workhorse):
         assert self.engine is not None
         assert self.spec.training is not None
         layout = self.spec.training.engine
-        columns: list[tuple[MicroBatch, Scores]] = []
         found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
@@ -167,8 +156,6 @@ class Learner(PublishedChecks, Workhorse):
             value: torch.Tensor = made.loss
             if not batch.rows:
                 return value * 0.0
-            if made.columns.columns():
-                columns.append((batch, as_arrays(made.columns)))
             num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
             found[batch.number] = made.sums | {"computed_tokens": num_tokens}
             finite = (
@@ -178,13 +165,13 @@ class Learner(PublishedChecks, Workhorse):
             return value * torch.where(finite, 1.0, math.nan)
 
         batches = self._micro_batches(rows, layout.micro_batch_tokens)
-        with self._turn(at_once):
+        with self._turn(self.spec.training_at_once):
             norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
                 deque(self._weights(head=True), maxlen=0)
         in_order = [found[number] for number in sorted(found)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
-        return StepAnswer(sums | {"grad_norm": norm}, joined(columns))
+        return sums | {"grad_norm": norm}
 
     def _micro_batches(self, rows: TextBatch, max_tokens: int) -> Iterator[MicroBatch]:
         """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""

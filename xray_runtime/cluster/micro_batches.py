@@ -59,9 +59,7 @@ def as_tensors(rows: TextBatch, device: torch.device | str = "cpu") -> TextBatch
     import torch
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(array))
-        # uint16 is bfloat16, see `Learner.trunk`.
-        return (found.view(torch.bfloat16) if found.dtype == torch.uint16 else found).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     batch = rows.with_columns(alike=rows.alike_prompts()) if "prompt_lengths" in rows else rows
     return cast("TextBatch[torch.Tensor]", batch.map(tensor))

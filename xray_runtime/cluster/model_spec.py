@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.training_config import TrainingConfig
@@ -13,6 +13,8 @@ from xray_runtime.engines.training_config import TrainingConfig
 if TYPE_CHECKING:
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
+
+S = TypeVar("S")
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.learner")
 """Modules that run it, so that a stage's key digests their code."""
@@ -64,6 +66,10 @@ class ModelSpec:
     """Seed of LoRA adapters' first values."""
     reference: Objective | None = None
     """The scores of this model with its adapters off, the reference of a policy."""
+    scoring_at_once: int = 1
+    """Models that score at the same time, this one included: on a CPU they share `runtime.threads`."""
+    training_at_once: int = 1
+    """Likewise models that train."""
 
     @property
     def libraries(self) -> str:
@@ -80,6 +86,15 @@ class ModelSpec:
             for role, branch in self.branches.items()
         }
         return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+
+
+def scored_together(specs: Mapping[str, S], beside: int = 0) -> dict[str, S]:
+    """`specs`, whose models, generators apart, score at the same time, and `beside` others work."""
+    count = beside + sum(isinstance(spec, ModelSpec) for spec in specs.values())
+    return {
+        role: replace(spec, scoring_at_once=count) if isinstance(spec, ModelSpec) else spec
+        for role, spec in specs.items()
+    }
 
 
 def _located(head: Path | None, find: Callable[[Path], Path]) -> Path | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.generator_spec import GeneratorSpec
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.types import Heartbeat, RankInfo, WorkerInfo
-    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
     from xray_runtime.data.columnar import ColumnBatch
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
@@ -100,14 +100,6 @@ class Pingable(Protocol):
     ping: Method[[], None]
 
 
-class Score(Protocol):
-    def remote(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]: ...
-
-
-class Train(Protocol):
-    def remote(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
-
-
 class ExportWeights(Protocol):
     def remote(
         self, version: int, shared: bool = False, dtype: str | None = None, merged: bool = True
@@ -125,10 +117,9 @@ class Sleep(Protocol):
 class ModelHandle(Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
-    score: Score
-    reference: Score
-    trunk: Score
-    train: Train
+    score: Method[[TextBatch], Scores]
+    reference: Method[[TextBatch], Scores]
+    train: Method[[TextBatch, StepTotals, float], dict[str, float]]
     generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
@@ -141,23 +132,12 @@ class ModelHandle(Protocol):
     wake_up: Method[[], None]
 
 
-class ScoreShards(Protocol):
-    def remote(self, rows: Scattered[TextBatch], at_once: int = 1) -> Ref[Scores]: ...
-
-
-class TrainShards(Protocol):
-    def remote(
-        self, rows: Scattered[TextBatch], totals: StepTotals, lr: float, at_once: int = 1
-    ) -> Ref[StepAnswer]: ...
-
-
 class WholeModelHandle(Protocol):
     """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
 
-    score: ScoreShards
-    reference: ScoreShards
-    trunk: ScoreShards
-    train: TrainShards
+    score: Method[[Scattered[TextBatch]], Scores]
+    reference: Method[[Scattered[TextBatch]], Scores]
+    train: Method[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
     generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: Method[[WholeModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
@@ -202,10 +182,9 @@ class WorkhorseHandle(Protocol):
     remove_directories: Method[[], None]
 
     # Learner
-    score: Method[[TextBatch, int], Scores]
-    reference: Method[[TextBatch, int], Scores]
-    trunk: Method[[TextBatch, int], Scores]
-    train: Method[[TextBatch, StepTotals, float, int], StepAnswer]
+    score: Method[[TextBatch], Scores]
+    reference: Method[[TextBatch], Scores]
+    train: Method[[TextBatch, StepTotals, float], dict[str, float]]
     export_weights: Method[[int, bool, str | None, bool], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from xray_runtime.data.batch import Scores, TextBatch
-from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.batch import TextBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,33 +38,21 @@ class TrunkMemory:
         return rows if "id" in rows else rows.with_columns(id=np.arange(len(ids)))
 
     def filled(self, rows: TextBatch, tensors: TextBatch[Tensor], scorer: Scorer, world_size: int) -> TextBatch[Tensor]:
-        """A micro-batch with the trunk's states: given with it, remembered, or computed now."""
+        """A micro-batch with the trunk's states, remembered or computed now."""
         import torch
 
         from xray_runtime.models.objectives import prompts_of
 
         ids, texts = rows.id.tolist(), tensors.input_ids
         lengths = texts.lengths.tolist()
-        states = tensors.trunk.values if "trunk" in tensors else None
-        if states is None:
-            missing = torch.tensor(int(any(i not in self._states for i in ids)), device=texts.values.device)
-            if world_size > 1:
-                # A sharded trunk's pass is a collective: either all ranks make it or none.
-                torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
-            if missing:
-                entering = texts.values, texts.lengths, prompts_of(tensors)
-                states = scorer.forward(type(scorer.module).trunk, *entering)
-        if states is not None:
+        missing = torch.tensor(int(any(i not in self._states for i in ids)), device=texts.values.device)
+        if world_size > 1:
+            # A sharded trunk's pass is a collective: either all ranks make it or none.
+            torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
+        if missing:
+            entering = texts.values, texts.lengths, prompts_of(tensors)
+            states = scorer.forward(type(scorer.module).trunk, *entering)
             self._states |= dict(zip(ids, states.split(lengths), strict=True))
         # Scored rows may be longer by an end token.
         own = torch.cat([self._states[i][:length] for i, length in zip(ids, lengths, strict=True)])
         return tensors.with_columns(trunk=texts.like(own))
-
-
-def as_bits(tensors: TextBatch[Tensor]) -> Scores:
-    """The trunk's states as they are sent: bfloat16 as its bits, in uint16."""
-    import torch
-
-    states, offsets = tensors.trunk.values.cpu(), tensors.input_ids.offsets.cpu()
-    bits = states.view(torch.uint16) if states.dtype == torch.bfloat16 else states
-    return Scores(trunk=Ragged(bits.numpy(), offsets.numpy()))

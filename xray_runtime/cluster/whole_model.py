@@ -25,7 +25,7 @@ from xray_runtime.cluster.progress import find_progress
 from xray_runtime.cluster.protocols import Ref, Scattered, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.cluster.staging import FileStager, merge_copy
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sync.route import Device, Route, choose_route
@@ -125,35 +125,25 @@ class WholeModel:
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
         self._workhorses, self._routes = [], {}
 
-    def score(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
+    def score(self, rows: Scattered[TextBatch]) -> Scores:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
-        answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
+        answers = self._scatter(rows, lambda w, shard: w.score.remote(shard))
         self._check_finite(answers, self._reporting())
         return _in_order(answers, rows)
 
-    def reference(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
+    def reference(self, rows: Scattered[TextBatch]) -> Scores:
         """`Learner.reference` of all rows, in order. Raises NonFiniteError as `score`."""
-        answers = self._scatter(rows, lambda w, shard: w.reference.remote(shard, at_once))
+        answers = self._scatter(rows, lambda w, shard: w.reference.remote(shard))
         self._check_finite(answers, self._reporting())
         return _in_order(answers, rows)
 
-    def trunk(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
-        """`Learner.trunk` of all rows, in order."""
-        return _in_order(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
-
-    def train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
-        """One optimizer step over all rows; answers with sums over the rows, `grad_norm`, and the columns that the
-        objective gives back, in order. Raises NonFiniteError as `score`.
+    def train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float) -> dict[str, float]:
+        """One optimizer step over all rows; answers with sums over the rows and `grad_norm`.
 
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
-        answers = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
-        scores = [answer.scores for answer in answers]
-        self._check_finite(scores, self._reporting())
-        return StepAnswer(self._summed([answer.sums for answer in answers]), _in_order(scores, rows))
-
-    def _summed(self, stats: list[dict[str, float]]) -> dict[str, float]:
+        stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr))
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
         # Every rank has the same norm.
         sums["grad_norm"] = stats[0]["grad_norm"]

@@ -14,8 +14,8 @@ writer and its reader have to know it. A column that a batch lacks raises an Att
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,10 +43,6 @@ _BRANCHES = column(
 )
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
-_OLD_LOGPROBS = column(
-    "[B, R]", "float32", "ppo.experience, models", _POLICY, "where the ratio is 1; or the step's own"
-)
-_TRUNK = column("[B, T, H]", "float32 or uint16", "cluster.learner", _OBJECTIVES, "the frozen layers' output")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -59,7 +55,7 @@ class PromptBatch(ColumnBatch[A]):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TextBatch(ColumnBatch[A]):
-    """Input of a model: prompts and replies together. bfloat16 is sent as its bits, in uint16."""
+    """Input of a model: prompts and replies together."""
 
     input_ids: Ragged[A] = column("[B, T]", "int64", _BATCHES, "every model", "prompt and reply", required=True)
     prompt_lengths: A = column("[B]", "int64", _BATCHES, _OBJECTIVES, "tokens of the prompt")
@@ -68,7 +64,9 @@ class TextBatch(ColumnBatch[A]):
     added_ends: A = column(
         "[B]", "bool", "sampling.scoring", _POLICY, "the last token was added for reward models alone"
     )
-    trunk: Ragged[A] = _TRUNK
+    trunk: Ragged[A] = column(
+        "[B, T, H]", "float", "cluster.learner", _OBJECTIVES, "the frozen layers' output", wire=False
+    )
     alike: A = column(
         "[B']", "int64", "cluster.learner", _OBJECTIVES, "the first sequence with the same prompt", wire=False
     )
@@ -118,9 +116,6 @@ class PairBatch(TextBatch[A]):
     rejected_ids: Ragged[A] = column(
         "[B, T]", "int64", "data.tokens", _OBJECTIVES, "the same prompt with the rejected reply", required=True
     )
-    rejected_trunk: Ragged[A] = column(
-        "[B, T, H]", "float32 or uint16", "training.trunk_states", _OBJECTIVES, "as `trunk`, of the rejected"
-    )
     ref_chosen: A = column("[B]", "float32", "training.dpo", _PAIRS, "log-probability of the reply by the reference")
     ref_rejected: A = column("[B]", "float32", "training.dpo", _PAIRS, "of the rejected reply")
 
@@ -140,11 +135,9 @@ class LabelledBatch(TextBatch[A]):
 class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
-    old_logprobs: Ragged[A] = _OLD_LOGPROBS
-    """Empty in rows that the first step scores; so is `weights`."""
+    old_logprobs: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "where the ratio is 1")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
-    weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator; or the step's")
-    rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `returns`."""
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
@@ -201,8 +194,6 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
-    """Empty in rows whose log-probabilities the update's first step computes."""
-    old_logprobs: Ragged[A] = _OLD_LOGPROBS
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
@@ -212,7 +203,6 @@ class Scores(ColumnBatch[A]):
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
     greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
-    trunk: Ragged[A] = _TRUNK
 
     def by_role(self: Scores, role: str) -> np.ndarray:
         """The scores [B] of a branch."""
@@ -239,22 +229,19 @@ class StepTotals:
     """Weight of the KL in the loss."""
     baseline: float = 0.0
     """KTO's z."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Name → another count, for components that name it."""
+
+    def count(self, name: str) -> float:
+        """`tokens`, `rows`, or one of `counts`."""
+        known = {"tokens": self.tokens, "rows": self.rows}
+        return known[name] if name in known else self.counts.get(name, math.nan)
 
     @staticmethod
     def of(rows: TextBatch, *, kl_coef: float = 0.0, baseline: float = 0.0) -> StepTotals:
         """Those of a step over `rows`."""
         tokens = float(rows.num_response_tokens()) if "prompt_lengths" in rows else math.nan
         return StepTotals(tokens=tokens, rows=float(len(rows)), kl_coef=kl_coef, baseline=baseline)
-
-
-@dataclass(frozen=True)
-class StepAnswer:
-    """A model's answer to one optimizer step."""
-
-    sums: dict[str, float]
-    """Sums over the rows, `grad_norm`, and more; `methods.common.training.steps.read_step` reads them."""
-    scores: Scores
-    """Columns that the objective gives back, where it has any."""
 
 
 def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -94,12 +94,6 @@ class Cursor:
             indices += places.tolist()
             self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
         return indices
-
-    def ahead(self, n: int) -> np.ndarray:
-        """The distinct rows among the next `n`, in ascending order."""
-        if n >= 2 * self.num_rows:
-            return np.arange(self.num_rows)
-        return np.unique(replace(self).take(n))
 
 
 def permuted(places: np.ndarray, num_rows: int, seed: int) -> np.ndarray:

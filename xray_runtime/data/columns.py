@@ -63,6 +63,7 @@ TOTALS = (
     listed("rows", "number", "float", "methods", "models.objectives", "replies, or pairs, of the step"),
     listed("kl_coef", "number", "float", "methods.ppo.update", _POLICY, "weight of a KL in the loss"),
     listed("baseline", "number", "float", "methods.kto.body", "methods.common.preference_objectives", "KTO's z"),
+    listed("counts", "numbers", "float", "methods", "models.objectives", "other counts of the step, by name"),
 )
 """`data.batch.StepTotals`: inputs of a step, over all its rows."""
 

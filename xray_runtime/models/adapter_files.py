@@ -47,21 +47,23 @@ def with_adapter(lm: Any, directory: Path, field: str) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     refused = f"{field}: {str(directory)!r} is not allowed"
+    misfit = f"its layers are not those of this {type(lm).__name__}"
     for name in (CONFIG_FILE, TENSORS_FILE):
         if not (directory / name).is_file():
             raise ValueError(f"{refused}: it has no {name}")
     try:
         config, held = json.loads((directory / CONFIG_FILE).read_bytes()), load_file(directory / TENSORS_FILE)
         if (kind := config.get("peft_type")) != "LORA":
-            raise ValueError(f"it is a {kind} adapter; only LORA adapters can be merged")
+            raise ValueError(f"its peft_type is {kind}: must be LORA")
         peft = PeftModel.from_pretrained(lm, str(directory), local_files_only=True)
     except Exception as error:
-        # peft, safetensors and torch raise in forms of their own.
-        raise ValueError(f"{refused}: {first_line(error)}") from error
+        # peft, safetensors and torch raise in forms of their own; torch where sizes differ.
+        reason = misfit if isinstance(error, RuntimeError) else first_line(error)
+        raise ValueError(f"{refused}: {reason}") from error
     # What the model has no layer for peft leaves out, with a warning.
     taken = get_peft_model_state_dict(peft)
     lost = [n for n, tensor in held.items() if n not in taken or not torch.equal(taken[n].float(), tensor.float())]
     if lost or len(taken) != len(held):
         name = min(lost or taken.keys() - held.keys())
-        raise ValueError(f"{refused}: it does not fit a {type(lm).__name__} of this size ({name})")
+        raise ValueError(f"{refused}: {misfit} ({name})")
     return peft.merge_and_unload()

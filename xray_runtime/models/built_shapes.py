@@ -30,14 +30,16 @@ def built_shape(model: str) -> ModelShape:
     import torch
     import transformers
 
-    from xray_runtime.models.causal_lm import ATTENTION
+    from xray_runtime.models.causal_lm import attention_of
 
     name, _ = locate(model)
     try:
         config = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
-            lm: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, **NO_CODE)
+            lm: Any = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention_of(config), **NO_CODE
+            )
         lm.tie_weights()
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")

@@ -42,7 +42,6 @@ from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plai
 if TYPE_CHECKING:
     from xray_runtime.models.config import FreshBase
 
-ATTENTION = "sdpa"
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 
@@ -261,8 +260,14 @@ def without_weights(config: Any) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
         return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION, **NO_CODE
+            config, dtype=torch.float32, attn_implementation=attention_of(config), **NO_CODE
         )
+
+
+def attention_of(config: Any) -> str:
+    """transformers' attention for a causal LM of this Hugging Face config: its family's, or "eager" without another."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return family_of(config.model_type).attention(config) if getattr(known, "_supports_sdpa", True) else "eager"
 
 
 def published(lm: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -315,11 +320,13 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
+    gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
+    config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **gguf)
     loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
-        attn_implementation=ATTENTION,
+        attn_implementation=attention_of(config),
         output_loading_info=True,
         use_safetensors=None if "gguf_file" in options else True,  # never a .bin, which is a pickle
         **(options | NO_CODE),

@@ -16,7 +16,7 @@ from torch import nn
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.store.location import NO_CODE, locate
-from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, load_reported, unloadable, without_weights
+from xray_runtime.models.causal_lm import complete_tokenizer, load_reported, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.source_checks import ForeignModelError, check_config, check_no_adapter
@@ -118,9 +118,10 @@ def _own_score(classifier: Any) -> torch.Tensor:
     ids = _tried(classifier).input_ids.values[None]
     with only_computed_options():
         classifier(input_ids=ids)
+    attention = classifier.config._attn_implementation
     classifier.set_attn_implementation("eager")
     score: torch.Tensor = classifier(input_ids=ids).logits[:, 0]
-    classifier.set_attn_implementation(ATTENTION)
+    classifier.set_attn_implementation(attention)
     return score
 
 

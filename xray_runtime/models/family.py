@@ -107,6 +107,9 @@ class Family:
     """Fields that `beyond` needs to be written out, besides a Llama's."""
     logits: Callable[[HFConfig], Logits] = lambda config: Logits()
     """Changes of its output layer's logits."""
+    attention: Callable[[HFConfig], str] = lambda config: "sdpa"
+    """transformers' attention that computes all of a config's; "eager" where it caps scores. Where transformers has no
+    "sdpa" for a class, "eager" is taken anyway."""
     auxiliary: Auxiliary | None = None
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""

@@ -28,7 +28,7 @@ from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
-from xray_runtime.models.parts import check_parts
+from xray_runtime.models.parts import backbone_of, check_parts
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class HeadedLM(nn.Module):
         A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
         """
         if trunk is None and not self.has_trunk:
-            return self._run(self.lm.base_model, lengths, prompts, input_ids=input_ids)
+            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
         norm = self.lm.get_submodule(self.parts.norm)
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)

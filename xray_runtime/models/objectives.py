@@ -9,7 +9,7 @@ or a pair of a micro-batch, and their weights w_c; n_c is its own count over *al
 
 Rows are a `TextBatch` of tensors. `input_ids` has N values: each row's prompt and response after those of the row
 before. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the frozen lower layers' output
-where it is already known; of pairs, `rejected_trunk` that of the rejected side. `alike` [B'] is, for each of the
+where it is already known. `alike` [B'] is, for each of the
 `sequences`, the first with the same prompt: where it is given, the model computes a shared prompt once.
 """
 
@@ -38,8 +38,6 @@ class Forward(Generic[R]):
 
     def __init__(self, module: HeadedLM, rows: R) -> None:
         self.module, self.rows = module, rows
-        self.columns: Scores[Tensor] = Scores()
-        """Given back to the caller, row by row."""
 
     @cached_property
     def hidden(self) -> Tensor:
@@ -67,6 +65,8 @@ class Terms:
 class Component(Generic[F]):
     """One component of a loss; by default with coefficient 1, as a mean over the response tokens that count."""
 
+    counted: ClassVar[str] = "tokens"
+    """The count of the step that its mean divides by: `tokens`, `rows`, or a name in `StepTotals.counts`."""
     logged: ClassVar[str | None] = None
     """Name of Σ w x among the sums for the log; None: it is not logged."""
 
@@ -76,7 +76,7 @@ class Component(Generic[F]):
 
     def count(self, totals: StepTotals) -> float:
         """n, over the whole step."""
-        return totals.tokens
+        return totals.count(self.counted)
 
     def terms(self, forward: F, totals: StepTotals) -> Terms:
         """Its terms of a micro-batch."""
@@ -90,7 +90,7 @@ class Objective(Generic[F]):
         """The components of its loss."""
         return ()
 
-    def forward(self, module: HeadedLM, rows: Any) -> F:
+    def forward(self, module: HeadedLM, rows: Texts) -> F:
         """The forward pass that its components read."""
         return cast("F", Forward(module, rows))
 
@@ -105,8 +105,6 @@ class Loss(NamedTuple):
     loss: Tensor
     sums: Tensors
     """Sums over its rows for the log."""
-    columns: Scores[Tensor]
-    """Given back, row by row."""
 
 
 def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, totals: StepTotals) -> Loss:
@@ -115,6 +113,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     components = [*objective.components(module)]
     if not components:
         raise TypeError(f"{type(objective).__name__} has no loss: its model is never trained")
+    if not any(component.coef(totals) for component in components):
+        raise ValueError(f"{type(objective).__name__}: the coefficient of every component of its loss is 0")
     if module.auxiliary is not None:
         module = module.noting_auxiliary()
         components.append(Auxiliary())
@@ -129,14 +129,13 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
             sums[component.logged] = total.detach()
         if coef:
             parts.append(coef * total / component.count(totals))
-    return Loss(sum(parts[1:], parts[0]), sums, forward.columns)
+    return Loss(sum(parts[1:], parts[0]), sums)
 
 
 class Auxiliary(Component[Forward[Any]]):
     """The auxiliary loss of the model's family. It is no sum over tokens, so each micro-batch's counts by its rows."""
 
-    def count(self, totals: StepTotals) -> float:
-        return totals.rows
+    counted = "rows"
 
     def terms(self, forward: Forward[Any], totals: StepTotals) -> Terms:
         return Terms(forward.module.auxiliary_loss() * len(forward.rows))
@@ -148,8 +147,6 @@ def sequences(rows: Texts) -> Texts:
         return rows
     ids = _one_after_other(rows.input_ids, rows.rejected_ids)
     texts = TextBatch(input_ids=ids, prompt_lengths=rows.prompt_lengths.repeat(2))
-    if "rejected_trunk" in rows:
-        return texts.with_columns(trunk=_one_after_other(rows.trunk, rows.rejected_trunk))
     return texts.with_columns(trunk=rows.trunk) if "trunk" in rows else texts
 
 

@@ -12,6 +12,11 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.models.family import family_of
 
 
+def backbone_of(lm: Any) -> Any:
+    """What computes a causal LM's last hidden states. In Llama 4 transformers' own `base_model` is the whole model."""
+    return lm.get_submodule(family_of(lm.config.model_type).parts.backbone) if lm.base_model is lm else lm.base_model
+
+
 @torch.no_grad()
 def check_parts(lm: Any, field: str) -> None:
     """Check, without weights, that a backbone with its family's parts hands on states as they are: without its layers

@@ -16,10 +16,8 @@ from xray_runtime.models.objectives import Component, Forward, Objective, Terms,
 class Preference(Component[Forward[PairBatch[Tensor]]]):
     """−log σ(chosen score − rejected score) of each pair."""
 
+    counted = "rows"
     logged = "loss"
-
-    def count(self, totals: StepTotals) -> float:
-        return totals.rows
 
     def terms(self, forward: Forward[PairBatch[Tensor]], totals: StepTotals) -> Terms:
         losses, correct = pairwise_losses(*_scores(forward).chunk(2))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.packing import COMPUTED_OPTIONS, Prompts
+from xray_runtime.models.parts import backbone_of
 
 LENGTHS, SHARED = (8, 6), 3
 """Tokens of two rows, and of the prompt that both begin with."""
@@ -50,9 +51,9 @@ def own_logprobs(lm: Any, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]
     rule = family_of(lm.config.model_type).logits(lm.config)
     found, states = [], []
     for row in ids.split(lengths.tolist()):
-        hidden = getattr(lm.base_model(input_ids=row[None], use_cache=False), "last_hidden_state", None)
+        hidden = getattr(backbone_of(lm)(input_ids=row[None], use_cache=False), "last_hidden_state", None)
         if hidden is None:
-            raise OtherModelError(f"has a backbone ({type(lm.base_model).__name__}) without last hidden states")
+            raise OtherModelError(f"has a backbone ({type(backbone_of(lm)).__name__}) without last hidden states")
         with _watched(lm.get_output_embeddings()) as layer:
             logits = lm(input_ids=row[None], use_cache=False).logits
         _check_same(hidden, layer.get("entering"), "last hidden states")

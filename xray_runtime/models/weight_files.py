@@ -220,18 +220,6 @@ def same_trunk(one: Path, other: Path, top_layers: int, number: int = 0, checker
     return all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
-def trunk_digest(directory: Path, top_layers: int) -> str:
-    """Digest of a checkpoint's config and of all weights but those of `top_layers` upper layers and the final norm."""
-    text = (directory / "config.json").read_text()
-    above = _above_trunk(json.loads(text), top_layers)
-    digest = xxhash.xxh3_128(text.encode())
-    for name, tensor in tensors(directory):
-        if not name.startswith(above):
-            digest.update(name.encode())
-            digest.update(_bytes_of(tensor))
-    return digest.hexdigest()
-
-
 def tensor_digest(tensor: Tensor) -> str:
     """Digest of a tensor's shape, type and bytes."""
     digest = xxhash.xxh3_128(f"{tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import ModelScores
-from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec, scored_together
 from xray_runtime.cluster.protocols import get_all
 from xray_runtime.data.batch import Scores
 from xray_runtime.data.ragged import non_finite
@@ -74,10 +74,11 @@ class RewardModels:
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of `roles`, to open with the stage's other models."""
         paths = {role: self._paths[role] for role in self.roles}
-        return {
+        specs = {
             role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
             for role, path in paths.items()
         }
+        return scored_together(specs)
 
     def requests(
         self,
@@ -85,17 +86,14 @@ class RewardModels:
         prompts: Sequence[Messages],
         replies: Sequence[str],
         tokens: TextBatch | None = None,
-        at_once: int | None = None,
     ) -> list[Ref[Scores]]:
         """Start scoring with every model of `roles`; pass the requests to `RewardSources.scores`.
 
         Args:
             tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
-            at_once: number of models that work at the same time; by default only these.
         """
-        share = at_once or len(self.roles)
         rows = {role: self._readers[role].rows(prompts, replies, tokens) for role in self.roles}
-        return [models[role].score.remote(rows[role], at_once=share) for role in self.roles]
+        return [models[role].score.remote(rows[role]) for role in self.roles]
 
     def scores(
         self,

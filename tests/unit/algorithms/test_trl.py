@@ -81,7 +81,7 @@ class Known(Model):
 
 
 def loss_of(objective: Any, model: Model, rows: dict[str, Tensor], totals: StepTotals) -> tuple[Tensor, Any]:
-    loss, stats, _ = training_loss(cast(HeadedLM, model), objective, batch(rows), totals)
+    loss, stats = training_loss(cast(HeadedLM, model), objective, batch(rows), totals)
     return loss, stats
 
 

@@ -17,17 +17,13 @@ from xray_runtime.models.objectives import of_responses, sequences
 
 
 def test_a_micro_batch_is_the_same_batch_with_tensors() -> None:
-    states = Ragged(np.array([[0x3F80], [0x4000], [0x4040]], np.uint16), np.array([0, 2, 3]))
-    rows = TextBatch.of([[7], [7]], [[8], []]).with_columns(trunk=states)
+    rows = TextBatch.of([[7], [7]], [[8], []])
     found = as_tensors(rows)
     assert type(found) is TextBatch
-    assert list(found.columns()) == ["input_ids", "prompt_lengths", "trunk", "alike"]
+    assert list(found.columns()) == ["input_ids", "prompt_lengths", "alike"]
     assert found.input_ids.values.tolist() == [7, 8, 7]
     assert found.input_ids.lengths.tolist() == [2, 1]
     assert found.alike.tolist() == [0, 0]
-    # bfloat16 is sent as its bits.
-    assert found.trunk.values.dtype == torch.bfloat16
-    assert found.trunk.values.tolist() == [[1.0], [2.0], [3.0]]
     assert "alike" not in as_tensors(TextBatch(input_ids=rows.input_ids))
 
 

@@ -12,7 +12,7 @@ from xray_runtime.cluster import handles
 from xray_runtime.cluster.handles import INLINE_BYTES, ModelProxy
 from xray_runtime.cluster.protocols import Ready
 from xray_runtime.cluster.whole_model import WholeModel
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
@@ -44,14 +44,13 @@ class Workhorse:
     def __init__(self) -> None:
         self.given: list[Any] = []
 
-    def score(self, rows: TextBatch, at_once: int) -> Scores:
+    def score(self, rows: TextBatch) -> Scores:
         self.given.append(rows)
         return Scores(nll=rows.input_ids.values[rows.input_ids.offsets[:-1]] * 10.0)
 
-    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self.given.append(rows)
-        replies = rows.input_ids[np.arange(len(rows))]
-        return StepAnswer({"policy_loss": float(len(rows)), "grad_norm": 2.0}, Scores(old_logprobs=replies))
+        return {"policy_loss": float(len(rows)), "grad_norm": 2.0}
 
     def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         self.given.append(rows)
@@ -82,8 +81,7 @@ def test_answers_come_back_in_the_order_of_the_rows(monkeypatch: pytest.MonkeyPa
     rows = rows_of(7)
     assert proxy.score.remote(rows).value.nll.tolist() == [row * 10.0 for row in range(7)]  # type: ignore[attr-defined]
     answer = proxy.train.remote(rows, {}, 1e-3).value  # type: ignore[attr-defined]
-    assert answer.sums == {"policy_loss": 7.0, "grad_norm": 2.0}
-    assert [row.tolist() for row in answer.scores.old_logprobs] == [[row] * 4 for row in range(7)]
+    assert answer == {"policy_loss": 7.0, "grad_norm": 2.0}
     for workhorse in workhorses:
         # What models do not read stays with the caller.
         assert all(list(given.columns()) == ["input_ids", "prompt_lengths", "id"] for given in workhorse.given)
@@ -95,7 +93,7 @@ def test_only_small_shards_travel_inside_a_call(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     proxy, workhorses = opened(monkeypatch, FrozenConfig(num_workhorses=4, tensor_parallel=2), 4)
     score = proxy.model._target.score  # type: ignore[attr-defined]
-    proxy.model._target.score = lambda rows, at_once: seen.append(rows) or score(rows, at_once)  # type: ignore
+    proxy.model._target.score = lambda rows: seen.append(rows) or score(rows)  # type: ignore
     few, many = rows_of(4), rows_of(4, length=INLINE_BYTES // 16)
     assert many.num_bytes > 2 * INLINE_BYTES
     for rows in (few, many):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.kernel.arguments import FIELDS, Arguments
 from xray_runtime.rewards.source import Batch
 
@@ -105,32 +106,30 @@ def test_by_name(function: Callable[..., Any], found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    "function",
     [
-        (lambda a, b: 0, "name a parameter replies, completions or responses; its parameters are a, b"),
-        (lambda a, b, /: 0, "must take the replies"),
-        (lambda prompts: 0, "must take the replies"),
-        (lambda prompts, answer: 0, "must take the replies"),
-        (lambda prompt, completion: 0, "must take the replies"),
-        (lambda: 0, "its parameters are none"),
-        (lambda x, *rest: 0, "must take the replies"),
-        (len, "must take the replies"),
-        (max, "its parameters cannot be read"),
-        (int, ""),
-        (Scorer, "must take the replies"),
-        (lambda prompts, replies, anser: 0, "not a column of the dataset: there are answer, ground_truth; add"),
-        (lambda completions, prompt: 0, "takes 'prompt', which is not a column"),
-        (lambda x, replies: 0, "takes 'x', which is not a column"),
-        (lambda x, replies, /: 0, "takes 'x', which is not a column"),
-        (lambda replies, *args, solution, **kwargs: 0, "takes 'solution', which is not a column"),
-        (functools.partial(weighted), "takes 'weight', which is not a column"),
+        lambda a, b: 0,
+        lambda a, b, /: 0,
+        lambda prompts: 0,
+        lambda prompts, answer: 0,
+        lambda prompt, completion: 0,
+        lambda: 0,
+        lambda x, *rest: 0,
+        len,
+        max,
+        int,
+        Scorer,
+        lambda prompts, replies, anser: 0,
+        lambda completions, prompt: 0,
+        lambda x, replies: 0,
+        lambda x, replies, /: 0,
+        lambda replies, *args, solution, **kwargs: 0,
+        functools.partial(weighted),
     ],
-)  # fmt: skip
-def test_unknown_arguments_are_refused(function: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r"^ppo\.rewards\.0: ") as caught:
+)
+def test_unknown_arguments_are_refused(function: Callable[..., Any], message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         Arguments(function, "ppo.rewards.0").check(list(BATCH.columns))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_gold_score_has_no_columns() -> None:

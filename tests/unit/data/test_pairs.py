@@ -90,7 +90,7 @@ def test_any_damaged_byte_raises_a_value_error(tmp_path: Path) -> None:
     path, rng = tmp_path / "a.arrow", random.Random(0)
     write_pairs(path, Example, [Example(str(i), "c", PROMPT, "reply" * i) for i in range(20)])
     content, refused = path.read_bytes(), 0
-    for _ in range(300):
+    for _ in range(60):
         damaged = bytearray(content)
         damaged[rng.randrange(len(damaged))] = rng.choice([0, 127, 128, 255])
         path.write_bytes(damaged)
@@ -98,7 +98,7 @@ def test_any_damaged_byte_raises_a_value_error(tmp_path: Path) -> None:
             list(Pairs(path, Example))
         except ValueError:
             refused += 1
-    assert refused > 100
+    assert refused > 20
 
 
 def test_prompt_text_leaves_roles_out() -> None:

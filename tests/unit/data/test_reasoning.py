@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.message_texts import Messages as MessageTexts
 from tests.unit.data.thinking_templates import QWEN3, R1, SPACED, TEMPLATES, tokenizer_for
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
@@ -172,30 +173,23 @@ UPPER = QWEN3.replace("+ content + '<|im_end|>", "+ content | upper + '<|im_end|
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "error"),
+    ("template", "messages"),
     [
-        (SPACED, [user("a"), says("d", "b")], r"^the chat template leaves out reasoning_content of message 2 \(assist"),
-        (R1, [user("a"), says("so </think> d")], r"^the chat template changes what message 2 \(assistant\) says"),
-        (QWEN3, [user("a"), says("so </think> d")], r"^the chat template changes what message 2 \(assistant\)"),
-        (
-            QWEN3,
-            [user("a"), says("so </think> d"), user("e"), says("f")],
-            r"^the chat template changes what message 2 \(assistant\) says",
-        ),
-        (UPPER, [user("a"), says("d"), user("e"), says("f")], r"changes what message 1 \(user\) says"),
-        (QWEN3, [user("a"), says("d", "b</think>c")], r"^reasoning_content of message 2 \(assistant\) contains </th"),
-        (
-            SPACED.replace("assistant\\n", "assistant:"),
-            [user("a"), says("d")],
-            r"^the chat template begins message 2 \(assistant\) with '\\nd <\|end\|>\\n' in a row, and with ':' in",
-        ),
+        (SPACED, [user("a"), says("d", "b")]),
+        (R1, [user("a"), says("so </think> d")]),
+        (QWEN3, [user("a"), says("so </think> d")]),
+        (QWEN3, [user("a"), says("so </think> d"), user("e"), says("f")]),
+        (UPPER, [user("a"), says("d"), user("e"), says("f")]),
+        (QWEN3, [user("a"), says("d", "b</think>c")]),
+        (SPACED.replace("assistant\\n", "assistant:"), [user("a"), says("d")]),
     ],
 )
-def test_templates_that_contradict_tokens_are_refused(template: str, messages: Messages, error: str) -> None:
+def test_templates_that_contradict_tokens_are_refused(
+    template: str, messages: Messages, message_texts: MessageTexts
+) -> None:
     tokenizer = tokenizer_for({QWEN3: "qwen3", UPPER: "qwen3", R1: "r1"}.get(template, "spaced"), template)
-    with pytest.raises(ValueError, match=error) as caught:
+    with message_texts.raises(ValueError):
         chat_format(tokenizer).turns([(messages, [len(messages) - 1])])
-    assert "\n" not in str(caught.value)
 
 
 def test_observations_go_on_where_reasoning_stays() -> None:

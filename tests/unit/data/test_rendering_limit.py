@@ -38,7 +38,7 @@ def plain() -> Any:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_in_one_line(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering_limit, "LIMIT_S", 0.5)
+    monkeypatch.setattr(rendering_limit, "LIMIT_S", 0.1)
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = HOSTILE[name]
     found = ChatFormat(tokenizer)

@@ -90,7 +90,7 @@ def test_a_bit_that_is_turned_anywhere_gives_a_shard_or_one_kind_of_error(tmp_pa
     """Whoever reads a ledger may meet anything; that it is not what was published, its digest says."""
     content, path = shard().to_bytes(), tmp_path / "000003.parquet"
     refused = 0
-    for place in range(0, len(content), 7):
+    for place in range(0, len(content), 31):
         changed = bytearray(content)
         changed[place] ^= 4
         path.write_bytes(bytes(changed))
@@ -98,7 +98,7 @@ def test_a_bit_that_is_turned_anywhere_gives_a_shard_or_one_kind_of_error(tmp_pa
             read_shard(path)
         except ValueError:
             refused += 1
-    assert refused > 20
+    assert refused > 5
 
 
 def test_rows_are_found_by_reward_source_and_use() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.data.reading.forms import usual
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, preference, prompt_and_replies
@@ -197,118 +198,48 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    "record",
     [
-        (
-            {"text": "x", "id": 1},
-            r"file line 3: the columns 'id', 'text' match no supported form: messages; conversations \+ chosen \+",
-        ),
-        ({}, r"file line 3: the columns \(none\) match no supported form"),
-        (
-            {"instruction": "x"},
-            r"file line 3: the columns 'instruction' match no supported form: .* \+ output \(Alpaca\)",
-        ),
-        ({"instruction": 3, "output": "x"}, "file line 3: instruction and input must be strings"),
-        (
-            {"instruction": "x", "output": "y", "history": [["a"]]},
-            r"file line 3: history must be a list of \[instruction, output\] pairs",
-        ),
-        ({"conversations": "x"}, "file line 3: messages must be a list of messages, not text"),
-        (
-            {"conversations": [{"from": "human"}]},
-            "file line 3: message 1 of messages: content is missing; its keys are from",
-        ),
-        (
-            {"conversations": [{"from": "judge", "value": "x"}]},
-            "file line 3: message 1 of messages: role is 'judge'; allowed: system",
-        ),
-        (
-            {"conversations": [{"from": "function_call", "value": "{"}]},
-            "file line 3: message 1 of messages is a text that cannot be read: not JSON",
-        ),
-        (
-            {"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "file line 3: message 1 of messages has a content part of type 'image_url', which is not supported; allowe",
-        ),
-        (
-            {"messages": [user("x") | {"content": ["x"]}]},
-            "file line 3: message 1 of messages has a content part of type 'str', which is not supported",
-        ),
-        ({"messages": "x"}, "file line 3: messages must be a list of messages, not text"),
-        ({"prompt": [], "completion": "x"}, "file line 3: prompt must be a list of messages, not an empty list"),
-        ({"messages": ["x"]}, "file line 3: message 1 of messages is text; allowed: an object with role and content"),
-        (
-            {"messages": [{"role": "user", "content": 3}]},
-            "file line 3: message 1 of messages: content is a whole number; allowed: text, or a list of parts",
-        ),
-        (
-            {"messages": [{"role": "judge", "content": "x"}]},
-            "file line 3: message 1 of messages: role is 'judge'; allowed: system, user, assistant, tool",
-        ),
-        ({"prompt": [assistant("x")], "completion": "y"}, "file line 3: prompt must end with a user message"),
-        ({"prompt": "x\ud800", "completion": "y"}, r"file line 3: prompt has a lone surrogate \(U\+D800\)"),
-        (
-            {"messages": [user("x"), {"role": "assistant", "content": "\udfff"}]},
-            r"file line 3: message 2 of messages: content has a lone surrogate \(U\+DFFF\)",
-        ),
-        (
-            {"messages": [user("x"), {"role": "assistant"}]},
-            "file line 3: message 2 of messages: content is missing; its keys are role",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
-            "file line 3: message 1 of messages has tool_calls and role 'user'; allowed: assistant",
-        ),
-        (
-            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "file line 3: message 2 of messages: tool_calls must have a function's name and arguments, not {'id': '1'}",
-        ),
-        (
-            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "file line 3: message 2 of messages: arguments of 'f' is a text that cannot be read: not JSON",
-        ),
-        (
-            {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
-            r"file line 3: message 2 of messages: arguments of 'f' are \[1\]; allowed: a JSON object",
-        ),
-        (
-            {"prompt": "x", "completion": "y", "tools": "[{"},
-            "file line 3: tools is a text that cannot be read: not JSON",
-        ),
-        ({"prompt": "x", "completion": "y", "tools": ["f"]}, "file line 3: tools must be a list of JSON schemas"),
-        ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not a whole number"),
-        ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, or messages that beg"),
-        (
-            {"prompt": "x", "completion": [user("other"), assistant("y")]},
-            "file line 3: completion must be a string, or messages that begin .* its roles are user, assistant",
-        ),
-        (
-            {"prompt": "x", "chosen": [CALLING, TOLD, assistant("y")], "rejected": "z"},
-            "file line 3: chosen must be one message of the assistant's; its roles are assistant, tool, assistant",
-        ),
-        (
-            {"messages": [user("x"), assistant("y") | {"function_call": {"name": "f", "arguments": "{}"}}]},
-            r"message 2 of messages: function_call \(an object\) is not supported: OpenAI's old form of a call",
-        ),
-        (
-            {"messages": [user("x"), assistant("y") | {"weight": 2}]},
-            r"file line 3: message 2 of messages: weight is 2 \(a whole number\); allowed: 0, 1",
-        ),
-        ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
-        (
-            {"chosen": "lost\n\nHuman: a\n\nAssistant: b", "rejected": "x"},
-            "file line 3: chosen must be turns that begin with",
-        ),
-        (
-            {"chosen": 1, "rejected": "x"},
-            "file line 3: chosen must be a string or a list of messages, not a whole number",
-        ),
+        {"text": "x", "id": 1},
+        {},
+        {"instruction": "x"},
+        {"instruction": 3, "output": "x"},
+        {"instruction": "x", "output": "y", "history": [["a"]]},
+        {"conversations": "x"},
+        {"conversations": [{"from": "human"}]},
+        {"conversations": [{"from": "judge", "value": "x"}]},
+        {"conversations": [{"from": "function_call", "value": "{"}]},
+        {"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [user("x") | {"content": ["x"]}]},
+        {"messages": "x"},
+        {"prompt": [], "completion": "x"},
+        {"messages": ["x"]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "judge", "content": "x"}]},
+        {"prompt": [assistant("x")], "completion": "y"},
+        {"prompt": "x\ud800", "completion": "y"},
+        {"messages": [user("x"), {"role": "assistant", "content": "\udfff"}]},
+        {"messages": [user("x"), {"role": "assistant"}]},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+        {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+        {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        {"prompt": "x", "completion": "y", "tools": "[{"},
+        {"prompt": "x", "completion": "y", "tools": ["f"]},
+        {"prompt": 5, "completion": "y"},
+        {"prompt": "x", "completion": [user("y")]},
+        {"prompt": "x", "completion": [user("other"), assistant("y")]},
+        {"prompt": "x", "chosen": [CALLING, TOLD, assistant("y")], "rejected": "z"},
+        {"messages": [user("x"), assistant("y") | {"function_call": {"name": "f", "arguments": "{}"}}]},
+        {"messages": [user("x"), assistant("y") | {"weight": 2}]},
+        {"chosen": "no turns", "rejected": "x"},
+        {"chosen": "lost\n\nHuman: a\n\nAssistant: b", "rejected": "x"},
+        {"chosen": 1, "rejected": "x"},
     ],
 )
-def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         list(prompt_and_replies("file line 3", usual("file line 3", record), 1))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -395,21 +326,12 @@ def test_jsonl_reads_every_row_and_numbers_lines(tmp_path: Path) -> None:
     assert str(Where(str(path), "line", 3, 2)) == f"{path} line 3"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"a": 1}\n{oops\n', "line 2: not JSON"),
-        (b"[1]\n", "line 1: list found, an object is expected"),
-        (b"\xff\xfe\n", "cannot be read as UTF-8"),
-    ],
-)
-def test_damaged_jsonl(tmp_path: Path, content: bytes, message: str) -> None:
+@pytest.mark.parametrize("content", [b'{"a": 1}\n{oops\n', b"[1]\n", b"\xff\xfe\n"])
+def test_damaged_jsonl(tmp_path: Path, content: bytes, message_texts: Messages) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with message_texts.raises(ValueError):
         list(read_records("data.source", str(path), "train")[1])
-    assert str(path) in str(caught.value)
-    assert str(caught.value).startswith("data.source: ")
 
 
 def test_an_array_and_lines_in_a_json_file_read_alike(tmp_path: Path) -> None:

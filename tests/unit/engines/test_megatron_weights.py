@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests.message_texts import Messages
 from xray_runtime.engines.trainers.megatron.config import MegatronConfig
 from xray_runtime.engines.trainers.megatron.weights import Fused, check_llama, llama, padded_vocabulary
 from xray_runtime.models.heads import HeadedLM
@@ -101,28 +102,20 @@ def test_the_last_stage_borrows_a_tied_embedding_and_has_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "message"),
+    ("changes", "layout"),
     [
-        (
-            {},
-            {"tensor_parallel": 4, "num_workhorses": 4},
-            "engine.tensor_parallel: 4 is not allowed: it must divide the",
-        ),
-        ({}, {"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: with library"),
-        ({"attention_bias": True}, {}, "engine.library: 'megatron' is not allowed for this LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, {}, "engine.library: 'megatron' is not allowed for this LlamaForCausalLM"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            {},
-            "engine.library: 'megatron' is not allowed with the model's rotary embedding",
-        ),
+        ({}, {"tensor_parallel": 4, "num_workhorses": 4}),
+        ({}, {"pipeline_parallel": 3, "num_workhorses": 3}),
+        ({"attention_bias": True}, {}),
+        ({"hidden_act": "gelu"}, {}),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}),
     ],
 )
 def test_models_megatron_cannot_train_are_refused(
-    changes: dict[str, Any], layout: dict[str, Any], message: str
+    changes: dict[str, Any], layout: dict[str, Any], message_texts: Messages
 ) -> None:
     module = HeadedLM(LlamaForCausalLM(config(**changes)))
-    with pytest.raises(ValueError, match=message):
+    with message_texts.raises(ValueError):
         check_llama(module, MegatronConfig(**layout))
 
 

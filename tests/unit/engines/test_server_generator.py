@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from tests.message_texts import Messages
 from xray.deployments.service import free_port
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.preflight import check_stages
@@ -56,38 +57,35 @@ def _flipped(sent: list[Chunk]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (_flipped, "weight large: checksum .* on arrival, .* when sent"),
-        (lambda sent: sent.pop(1), "weight large: (a piece of|checksum)"),
-        (lambda sent: sent.pop(), "weight large: only a part of it has arrived"),
-        (lambda sent: sent[0]["pieces"][0].update(dtype="int64"), "dtype 'int64' is not allowed"),
+        _flipped,
+        lambda sent: sent.pop(1),
+        lambda sent: sent.pop(),
+        lambda sent: sent[0]["pieces"][0].update(dtype="int64"),
     ],
 )
-def test_damage_on_the_way_is_noticed(damage: Callable[[list[Any]], object], message: str) -> None:
+def test_damage_on_the_way_is_noticed(damage: Callable[[list[Any]], object], message_texts: Messages) -> None:
     sent, assembler = list(chunks(TENSORS, torch.float32, 64)), Assembler()
     damage(sent)
-    with pytest.raises(ValueError, match=message):
+    with message_texts.raises(ValueError):
         [list(assembler.take(chunk)) for chunk in sent] and assembler.close()
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        (["generator.addresses=[]"], r"generator\.addresses: "),
-        (["generator.addresses=[127.0.0.1:9]"], r"generator\.addresses\.0: "),
-        (["generator.addresses=[http://me:secret@host]"], r"a login in 'http://host' is not allowed"),
-        (["generator.addresses=[http://a,http://a]"], "'http://a' is there twice"),
-        (["generator.tensor_parallel=2"], r"tensor_parallel = 2 is not supported with engine = 'server' \(deepspeed"),
-        (["runtime.generator_replicas=2"], "generator_replicas = 2 is not supported .*: list more addresses"),
-        (
-            ["runtime.weight_transfer=nccl"],
-            "weight_transfer = 'nccl' is not supported with generator.engine = 'server'",
-        ),
+        ["generator.addresses=[]"],
+        ["generator.addresses=[127.0.0.1:9]"],
+        ["generator.addresses=[http://me:secret@host]"],
+        ["generator.addresses=[http://a,http://a]"],
+        ["generator.tensor_parallel=2"],
+        ["runtime.generator_replicas=2"],
+        ["runtime.weight_transfer=nccl"],
     ],
 )
-def test_what_servers_cannot_do_is_refused(changes: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_servers_cannot_do_is_refused(changes: list[str], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         recorded_graph(load_config(None, [*SERVER, *changes]))
 
 

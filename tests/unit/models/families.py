@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from xray_runtime.models.causal_lm import attention_of
 from xray_runtime.models.family import FAMILIES
 
 PACKED = [kind for name in FAMILIES for kind in FAMILIES.get(name).model_types if FAMILIES.get(name).packs]
@@ -18,7 +19,7 @@ def model(family: str, **options: Any) -> Any:
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": None} | options
     config = transformers.AutoConfig.for_model(family, **(SIZES | options))
     torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config)).double().eval()
     with torch.no_grad():
         for parameter in lm.parameters():
             parameter *= 5.0 if parameter.dim() > 1 else 1.0

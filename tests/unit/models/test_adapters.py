@@ -110,19 +110,10 @@ def test_computed_published_and_merged_as_by_peft(
         assert not torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("qkv", "has no such layer; it has down_proj"),
-        ("lm_head", "is an embedding or the output layer"),
-        ("embed_tokens", "is an embedding or"),
-    ],
-)
-def test_layers_that_cannot_have_adapters(lm: Any, checkpoint: Path, name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=r"^lora\.target_modules: .* is not allowed: ") as caught:
+@pytest.mark.parametrize("name", ["qkv", "lm_head", "embed_tokens"])
+def test_layers_that_cannot_have_adapters(lm: Any, checkpoint: Path, name: str, message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         Adapters(lm, LoRAConfig(target_modules=[name]), checkpoint, seed=0)
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def mixture(family: str, **fields: Any) -> Any:

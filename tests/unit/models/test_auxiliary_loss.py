@@ -63,7 +63,7 @@ def test_sft_of_a_mixture_has_transformers_loss(kind: str) -> None:
     expected = lm(input_ids=ids, labels=ids, use_cache=False)
     wanted = torch.autograd.grad(expected.loss, list(lm.parameters()))
     module, totals = HeadedLM(lm), StepTotals(tokens=5.0, rows=1.0)
-    loss, stats, _ = training_loss(module, SFTObjective(), rows(LENGTHS[:1]), totals)
+    loss, stats = training_loss(module, SFTObjective(), rows(LENGTHS[:1]), totals)
     # transformers sums in float32.
     torch.testing.assert_close(loss.float(), expected.loss.float(), rtol=1e-6, atol=0)
     for gradient, other in zip(torch.autograd.grad(loss, list(lm.parameters())), wanted, strict=True):
@@ -83,7 +83,7 @@ def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str)
     module, totals = HeadedLM(lm), StepTotals(tokens=8.0, rows=2.0)
 
     def auxiliary(part: TextBatch[torch.Tensor]) -> float:
-        loss, _, _ = training_loss(module, SFTObjective(), part, totals)
+        loss, _ = training_loss(module, SFTObjective(), part, totals)
         return float((loss - cross_entropy(module, part, 8.0)).detach())
 
     assert auxiliary(rows()) == pytest.approx(0.7 * float(expected), rel=1e-5)
@@ -94,7 +94,7 @@ def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str)
 def test_only_a_config_that_asks_has_the_loss_and_scoring_has_none() -> None:
     module = HeadedLM(mixture("mixtral", **EXPERTS))
     assert module.auxiliary is None
-    loss, _, _ = training_loss(module, SFTObjective(), rows(), StepTotals(tokens=8.0))
+    loss, _ = training_loss(module, SFTObjective(), rows(), StepTotals(tokens=8.0))
     torch.testing.assert_close(loss, cross_entropy(module, rows(), 8.0), rtol=1e-12, atol=0)
     scoring = HeadedLM(mixture("mixtral", **ON))
     with torch.no_grad():

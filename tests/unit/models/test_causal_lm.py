@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.message_texts import Messages
 from xray_runtime.data.tokenizing import CHATML
 from xray_runtime.engines.generators.transformers.sampler import sample
 from xray_runtime.engines.sampling import Sampling
@@ -213,8 +213,9 @@ def test_publishable_models_are_written_tensor_by_tensor(tiny: Path, tmp_path: P
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
 
 
-@pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
-@pytest.mark.parametrize("shard", ["50KB", "1GB"])
+@pytest.mark.parametrize(
+    ("tiny", "shard"), [*((family, "50KB") for family in FAMILIES), ("llama", "1GB")], indirect=["tiny"]
+)
 def test_a_base_is_converted_one_tensor_at_a_time_to_the_same_bytes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str
 ) -> None:
@@ -265,6 +266,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 def test_a_base_takes_the_memory_of_a_tensor(saved: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
     """50M parameters, 100 MB in bfloat16 and 200 MB in float32; a tensor has 4 MB in float32."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_layers": 12, "num_heads": 8, "num_kv_heads": 8}
@@ -291,17 +293,9 @@ def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("./nowhere", "base.model: './nowhere' is not a directory"),
-        ("~/nowhere", "base.model: '~/nowhere' is not a directory"),
-        ("a/b/c", "base.model: 'a/b/c' is not a directory"),
-        ("./nowhere.gguf", "base.model: './nowhere.gguf' is not a file"),
-    ],
-)
-def test_a_path_that_is_not_there(model: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+@pytest.mark.parametrize("model", ["./nowhere", "~/nowhere", "a/b/c", "./nowhere.gguf"])
+def test_a_path_that_is_not_there(model: str, message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
         read_pretrained(model)
 
 
@@ -317,29 +311,25 @@ def lose_the_norm(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "finding"),
+    "damage",
     [
-        (empty, "cannot be loaded"),
-        (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-9]), "cannot be loaded"),
-        (lose_the_norm, "has no weights for model.norm.weight"),
-        (lambda d: (d / "config.json").write_text("{"), "cannot be loaded"),
-        (lambda d: edit(d / "config.json", model_type="t5", architectures=None), "it is a 't5' model of several"),
-        (lambda d: edit(d / "config.json", hidden_size=64), "cannot be loaded"),
-        (lambda d: (d / "chat_template.jinja").unlink(), "has no chat template"),
-        (lambda d: edit(d / "tokenizer_config.json", eos_token=None), "has no end-of-sequence token"),
+        empty,
+        lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-9]),
+        lose_the_norm,
+        lambda d: (d / "config.json").write_text("{"),
+        lambda d: edit(d / "config.json", model_type="t5", architectures=None),
+        lambda d: edit(d / "config.json", hidden_size=64),
+        lambda d: (d / "chat_template.jinja").unlink(),
+        lambda d: edit(d / "tokenizer_config.json", eos_token=None),
     ],
-    ids=["empty", "cut short", "a tensor less", "no JSON", "encoder", "other shapes",
-         "no template", "no end token"],
-)  # fmt: skip
+    ids=["empty", "cut short", "a tensor less", "no JSON", "encoder", "other shapes", "no template", "no end token"],
+)
 def test_a_model_that_cannot_serve_is_refused_in_one_line(
-    saved: Path, damage: Callable[[Path], None], finding: str
+    saved: Path, damage: Callable[[Path], None], message_texts: Messages
 ) -> None:
     damage(saved)
-    with pytest.raises(ValueError, match=finding) as caught:
+    with message_texts.raises(ValueError):
         read_pretrained(str(saved))
-    assert str(caught.value).startswith("base.model: ")
-    assert str(saved) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"no GGUF in here, only text", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40])

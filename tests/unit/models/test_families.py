@@ -17,6 +17,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.family import FAMILIES, UNLISTED, Family, Logits, family_of
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
+from xray_runtime.models.trial import OtherModelError, check_computed
 
 SOURCES = Path(__file__).parents[3] / "xray_runtime"
 TYPES = {kind: name for name in FAMILIES for kind in FAMILIES.get(name).model_types}
@@ -59,6 +60,25 @@ def test_logits_are_scaled_then_divided_then_capped() -> None:
 
 SCALED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 3},
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "sliding_window": 3},
+    "gemma3n_text": {
+        **{"final_logit_softcapping": 2.0, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2},
+        **{"vocab_size_per_layer_input": 120, "sliding_window": 3, "activation_sparsity_pattern": [0.0] * 2},
+    },
+    "granitemoehybrid": {
+        "logits_scaling": 8.0,
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+    },
+    "nanochat": {"final_logit_softcapping": 2.0},
+    "recurrent_gemma": {
+        "logits_soft_cap": 2.0,
+        "sliding_window": 3,
+        "lru_width": 32,
+        "block_types": ["recurrent", "attention"],
+    },
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
 }
 
@@ -87,6 +107,15 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, monkeypat
     del lm.get_output_embeddings().forward
     other_logprobs, _ = module.logprobs(module.hidden(IDS, LENGTHS)[before], targets, 1.0)
     assert (other_logprobs - chosen).abs().max() > 0.01
+
+
+def test_attention_without_a_cap_is_not_taken_for_the_model() -> None:
+    """Weights as small as a new model's would hide it."""
+    lm = model("gemma2", **SCALED["gemma2"]).float()
+    check_computed(lm)
+    lm.set_attn_implementation("sdpa")
+    with pytest.raises(OtherModelError, match=r"^changes attention by softcap, which X-ray does not compute$"):
+        check_computed(lm)
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -71,7 +71,7 @@ def test_response_positions_by_hand(as_rows: AsRows) -> None:
 def test_sft_is_cross_entropy_of_the_replies_alone(make_lm: MakeLM, as_rows: AsRows) -> None:
     lm = make_lm(1)
     module, rows = HeadedLM(lm), as_rows(PAIRS)
-    loss, stats, _ = training_loss(module, SFTObjective(), batch(rows), StepTotals(tokens=10.0))
+    loss, stats = training_loss(module, SFTObjective(), batch(rows), StepTotals(tokens=10.0))
     # The library's shifted labels, -100 where nothing is asked.
     ids = pad(rows["input_ids"], rows["lengths"])
     labels = torch.full_like(ids, -100)
@@ -107,7 +107,7 @@ def test_a_masked_row_is_each_reply_given_all_before_it(make_lm: MakeLM, as_rows
     ]
     got = SFTObjective().score(module, batch(rows)).nll
     assert got.tolist() == pytest.approx([part.item() for part in parts], rel=1e-10)
-    loss, stats, _ = training_loss(module, SFTObjective(), batch(rows), StepTotals(tokens=9.0))
+    loss, stats = training_loss(module, SFTObjective(), batch(rows), StepTotals(tokens=9.0))
     torch.testing.assert_close(loss, (parts[0] + parts[1]) / 9, **EXACT)
     torch.testing.assert_close(stats["nll"], (parts[0] + parts[1]).detach(), **EXACT)
     wanted = gradients(module, (parts[0] + parts[1]) / 9)
@@ -147,7 +147,7 @@ def test_the_pairwise_loss_by_hand(make_lm: MakeLM, as_rows: AsRows) -> None:
     module = headed(make_lm(1))
     chosen, rejected = as_rows(PAIRS[:3]), as_rows([PAIRS[3], PAIRS[0], PAIRS[2]])
     rows = chosen | {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
-    loss, stats, _ = training_loss(module, RewardObjective(), batch(rows), StepTotals(rows=6.0))
+    loss, stats = training_loss(module, RewardObjective(), batch(rows), StepTotals(rows=6.0))
     score = [float(states(module, p, r)[-1] @ torch.linspace(-1, 1, 32).double()) for p, r in PAIRS]
     # -log sigmoid(m) = log(1 + e^-m); the third pair is a reply against itself: log 2 and half a point.
     margins = [score[0] - score[3], score[1] - score[0], 0.0]
@@ -177,7 +177,7 @@ def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: A
     config = PPOStageConfig(temperature=0.7)
     module, rows = HeadedLM(lm), rollout(as_rows(PAIRS), seed=3)
     rows["old_logprobs"] = PPOObjective(config).score(module, batch(rows)).logprobs.values.detach()
-    loss, stats, _ = training_loss(module, PPOObjective(config), batch(rows), StepTotals(tokens=10.0))
+    loss, stats = training_loss(module, PPOObjective(config), batch(rows), StepTotals(tokens=10.0))
     total = torch.zeros((), dtype=torch.float64)
     for (prompt, reply), a in zip(PAIRS, by_row(rows["weights"] * rows["advantages"], batch(rows)), strict=True):
         total = total - (a * reply_logprobs(lm, prompt, reply, 0.7)).sum()
@@ -215,7 +215,7 @@ def test_losses_and_their_means_by_hand(
     rows |= {"old_logprobs": logprobs - moved, "advantages": torch.tensor([1.0, -1, -1, -1]).double()}
     rows["weights"] = torch.ones(4).double()
     config = PPOStageConfig(**({"clip_range_high": 0.28, "dual_clip": None} | fields))
-    loss, _, _ = training_loss(HeadedLM(make_lm(1)), PPOObjective(config), batch(rows), totals)
+    loss, _ = training_loss(HeadedLM(make_lm(1)), PPOObjective(config), batch(rows), totals)
     assert loss.item() == pytest.approx(expected, abs=1e-7)
 
 
@@ -225,7 +225,7 @@ def test_entropy_and_value_terms_are_added_with_their_weights(make_lm: MakeLM, a
     module = headed(lm)
     rows["values"] = CriticObjective(PPOStageConfig()).score(module, batch(rows)).values.values.detach()
     both = PPOStageConfig(entropy_coef=0.3, value_coef=0.7)
-    loss, stats, _ = training_loss(module, PPOObjective(both), batch(rows), StepTotals(tokens=10.0))
+    loss, stats = training_loss(module, PPOObjective(both), batch(rows), StepTotals(tokens=10.0))
     # With the value head at its old values nothing is clipped: ½ (V − R)².
     value = 0.5 * sum(float(error) ** 2 for error in rows["values"] - rows["returns"])
     entropy = 0.0
@@ -237,7 +237,7 @@ def test_entropy_and_value_terms_are_added_with_their_weights(make_lm: MakeLM, a
     expected = stats["policy_loss"].item() - 0.3 * entropy + 0.7 * value
     assert loss.item() == pytest.approx(expected / 10, rel=1e-10)
     # Without a head there is neither.
-    plain, stats, _ = training_loss(HeadedLM(lm), PPOObjective(PPOStageConfig()), batch(rows), StepTotals(tokens=10.0))
+    plain, stats = training_loss(HeadedLM(lm), PPOObjective(PPOStageConfig()), batch(rows), StepTotals(tokens=10.0))
     assert plain.item() == pytest.approx(stats["policy_loss"].item() / 10, rel=1e-10)
     assert "value_loss" not in stats
 
@@ -250,7 +250,7 @@ def test_a_separate_critic_learns_what_a_shared_one_learns(make_lm: MakeLM, as_r
     in_policy = gradients(
         module, training_loss(module, PPOObjective(shared), batch(silent), StepTotals(tokens=10.0))[0]
     )
-    loss, stats, _ = training_loss(module, CriticObjective(shared), batch(rows), StepTotals(tokens=10.0))
+    loss, stats = training_loss(module, CriticObjective(shared), batch(rows), StepTotals(tokens=10.0))
     for name, gradient in gradients(module, loss).items():
         torch.testing.assert_close(gradient, in_policy[name], **EXACT)
     assert 0 < stats["value_clip_count"] < NUM_TOKENS
@@ -298,17 +298,17 @@ def test_no_split_shows_in_the_gradient(
     rows = rollout(as_rows(PAIRS), seed=6)
     if unit == "rows":
         rows |= {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
-    loss, stats, _ = training_loss(module, objective, batch(rows), totals)
+    loss, stats = training_loss(module, objective, batch(rows), totals)
     whole = gradients(module, loss)
     edges = [0, *sorted(cuts), 4]
     micro = [order[a:b] for a, b in pairwise(edges)]
     parts = [training_loss(module, objective, batch(select(rows, m)), totals) for m in micro]
-    of_parts = [gradients(module, part) for part, _, _ in parts]
-    assert sum(part.item() for part, _, _ in parts) == pytest.approx(loss.item(), rel=1e-10)
+    of_parts = [gradients(module, part) for part, _ in parts]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-10)
     for name, gradient in whole.items():
         torch.testing.assert_close(sum(part[name] for part in of_parts), gradient, **EXACT)
     for name, value in stats.items():
-        torch.testing.assert_close(sum(part[name] for _, part, _ in parts), value, **EXACT)
+        torch.testing.assert_close(sum(part[name] for _, part in parts), value, **EXACT)
     assert whole["lm.model.layers.0.mlp.up_proj.weight"].abs().max() > 1e-6
 
 
@@ -354,12 +354,12 @@ def test_a_row_without_a_reply_counts_nothing(make_lm: MakeLM, as_rows: AsRows) 
         PPOObjective(PPOStageConfig(entropy_coef=0.1)),
         CriticObjective(PPOStageConfig()),
     ):
-        loss, stats, _ = training_loss(module, objective, batch(empty), StepTotals(tokens=10.0))
+        loss, stats = training_loss(module, objective, batch(empty), StepTotals(tokens=10.0))
         assert loss.item() == 0.0
         assert not any(value.any() for value in stats.values())
         assert not any(gradient.any() for gradient in gradients(module, loss).values())
-        with_it, _, _ = training_loss(module, objective, batch(both), StepTotals(tokens=10.0))
-        without, _, _ = training_loss(module, objective, batch(select(both, [0, 1, 3, 4])), StepTotals(tokens=10.0))
+        with_it, _ = training_loss(module, objective, batch(both), StepTotals(tokens=10.0))
+        without, _ = training_loss(module, objective, batch(select(both, [0, 1, 3, 4])), StepTotals(tokens=10.0))
         torch.testing.assert_close(with_it, without, **EXACT)
 
 
@@ -391,7 +391,7 @@ def test_tokens_between_turns_have_no_gradient(make_lm: MakeLM, as_rows: AsRows,
     totals = StepTotals(tokens=8.0, rows=2.0, kl_coef=0.3)
 
     def found(changed: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        value, stats, _ = training_loss(module, PPOObjective(config), batch(changed), totals)
+        value, stats = training_loss(module, PPOObjective(config), batch(changed), totals)
         return value, stats, gradients(module, value)
 
     loss_before, stats_before, before = found(rows)

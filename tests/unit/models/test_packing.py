@@ -71,7 +71,7 @@ def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> N
         assert module.scalar is not None
         torch.nn.init.constant_(module.scalar.weight, 0.1)
         scores = objective.score(module, batch(rows))  # type: ignore[arg-type]
-        loss, _, _ = training_loss(module, objective, batch(rows), StepTotals(tokens=8.0))  # type: ignore[arg-type]
+        loss, _ = training_loss(module, objective, batch(rows), StepTotals(tokens=8.0))  # type: ignore[arg-type]
         loss.backward()
         per_token = [scores.logprobs.values.detach(), scores.values.values.detach()]
         return [*per_token, loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]

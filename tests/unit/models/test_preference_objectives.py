@@ -60,7 +60,7 @@ def test_dpo_is_its_formula_over_the_librarys_logits(make_lm: MakeLM, as_rows: A
     with torch.no_grad():
         ref = [torch.stack([reply_logprob(reference, *p) for p in side]) for side in (CHOSEN, REJECTED)]
     rows = of_pairs(as_rows) | {"ref_chosen": ref[0], "ref_rejected": ref[1]}
-    loss, stats, _ = training_loss(module, DPOObjective(DPOConfig(beta=0.3)), batch(rows), StepTotals(rows=4.0))
+    loss, stats = training_loss(module, DPOObjective(DPOConfig(beta=0.3)), batch(rows), StepTotals(rows=4.0))
     own = [torch.stack([reply_logprob(lm, *p) for p in side]) for side in (CHOSEN, REJECTED)]
     margin = 0.3 * ((own[0] - ref[0]) - (own[1] - ref[1]))
     expected = torch.log1p(torch.exp(-margin)).sum() / 4
@@ -75,7 +75,7 @@ def test_dpo_is_its_formula_over_the_librarys_logits(make_lm: MakeLM, as_rows: A
 def test_simpo_needs_no_reference(make_lm: MakeLM, as_rows: AsRows) -> None:
     lm = make_lm(0)
     module = HeadedLM(lm).double()
-    loss, _, _ = training_loss(
+    loss, _ = training_loss(
         module,
         DPOObjective(DPOConfig(loss="simpo", beta=2.0, gamma=1.0)),
         batch(of_pairs(as_rows)),
@@ -92,7 +92,7 @@ def test_the_policy_that_is_its_reference_has_a_loss_of_ln_2(make_lm: MakeLM, as
     with torch.no_grad():
         ref = [objective.score(module, batch(as_rows(side))).reply_logprobs for side in (CHOSEN, REJECTED)]
     rows = of_pairs(as_rows) | {"ref_chosen": ref[0], "ref_rejected": ref[1]}  # type: ignore[dict-item]
-    loss, _, _ = training_loss(module, objective, batch(rows), StepTotals(rows=3.0))
+    loss, _ = training_loss(module, objective, batch(rows), StepTotals(rows=3.0))
     assert float(loss.detach()) == pytest.approx(math.log(2), abs=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_equal_replies_move_nothing(make_lm: MakeLM, as_rows: AsRows, loss: Any)
     module = HeadedLM(make_lm(0)).double()
     zeros = torch.zeros(3, dtype=torch.float64)
     rows = of_pairs(as_rows, CHOSEN, CHOSEN) | {"ref_chosen": zeros, "ref_rejected": zeros}
-    value, _, _ = training_loss(module, DPOObjective(DPOConfig(loss=loss)), batch(rows), StepTotals(rows=3.0))
+    value, _ = training_loss(module, DPOObjective(DPOConfig(loss=loss)), batch(rows), StepTotals(rows=3.0))
     assert float(gradient(module, value).abs().max()) < 1e-12
 
 

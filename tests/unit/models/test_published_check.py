@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from xray_runtime.models import published_check
 from xray_runtime.models.causal_lm import copy_model, fresh_llama, load_model, save_model
@@ -85,31 +86,42 @@ def rotated(made: Published) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    "damage",
     [
-        (lambda m: m.change(lambda w: w.update({UP: w[UP] + 1e-3})), f"{UP} has another value than was trained (1 of"),
-        (lambda m: m.change(lambda w: w.update({NORM: w[NORM] * 2})), f"{NORM} has another value than was trained"),
-        (lambda m: m.change(lambda w: w.update({"lm_head.weight": w[EMBEDDING] * 2})), "lm_head.weight has another"),
-        (lambda m: m.change(lambda w: w.update({NORM: torch.zeros(3)})), "transformers cannot read it"),
-        (lambda m: m.change(lambda w: w.update({"mtp.fc.weight": torch.zeros(3)})), "unexpected keys: mtp.fc.weight"),
-        (lambda m: m.change(lambda w: w.pop(NORM)), f"missing keys: {NORM}"),
-        (lambda m: m.change(lambda w: w.update(bias=w["bias"] + 1), HEAD), "scalar.bias has another value"),
-        (lambda m: m.written.update({"model.layers.7.weight": "0"}), "model.layers.7.weight has nothing in the files"),
-        (untied, "lm_head.weight"),
-        (off(0.01), "differ by 0.01 nats from those of the model that was trained (at most 0.001)"),
-        (lambda m: m.logprobs.clear(), "differ by nan nats"),
-        (rotated, "nats from those of the model that was trained"),
+        lambda m: m.change(lambda w: w.update({UP: w[UP] + 1e-3})),
+        lambda m: m.change(lambda w: w.update({NORM: w[NORM] * 2})),
+        lambda m: m.change(lambda w: w.update({"lm_head.weight": w[EMBEDDING] * 2})),
+        lambda m: m.change(lambda w: w.update({NORM: torch.zeros(3)})),
+        lambda m: m.change(lambda w: w.update({"mtp.fc.weight": torch.zeros(3)})),
+        lambda m: m.change(lambda w: w.pop(NORM)),
+        lambda m: m.change(lambda w: w.update(bias=w["bias"] + 1), HEAD),
+        lambda m: m.written.update({"model.layers.7.weight": "0"}),
+        untied,
+        off(0.01),
+        lambda m: m.logprobs.clear(),
+        rotated,
     ],
-    ids=["trained", "frozen", "old head", "shape", "unknown", "lost", "scalar head", "not written", "untied",
-         "log-probabilities", "no answer", "another function"],
-)  # fmt: skip
+    ids=[
+        "trained",
+        "frozen",
+        "old head",
+        "shape",
+        "unknown",
+        "lost",
+        "scalar head",
+        "not written",
+        "untied",
+        "log-probabilities",
+        "no answer",
+        "another function",
+    ],
+)
 def test_a_model_that_differs_is_not_signed(
-    made: Published, damage: Callable[[Published], object], reason: str
+    made: Published, damage: Callable[[Published], object], message_texts: Messages
 ) -> None:
     damage(made)
-    with pytest.raises(PublishedError) as caught:
+    with message_texts.raises(PublishedError):
         made.check()
-    assert reason in str(caught.value)
 
 
 def test_bfloat16_passes_may_round(made: Published) -> None:

@@ -92,7 +92,7 @@ def outcome(
         tensors = as_tensors(rows.take(batch))
         if not shared:
             tensors = tensors.with_columns(alike=None)
-        loss, _, _ = training_loss(module, objective, tensors, TOTALS)
+        loss, _ = training_loss(module, objective, tensors, TOTALS)
         loss.backward()
         total += loss.item()
     return total, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -132,8 +132,10 @@ OBJECTIVES: dict[str, Callable[[], Objective]] = {
 }
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in OBJECTIVES), *((family, "policy") for family in PACKED if family != "llama")],
+)
 def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str) -> None:
     module, objective = headed(family), OBJECTIVES[name]()
     rows = rows_of(objective)
@@ -158,7 +160,7 @@ def test_how_many_sequences_attend_in_one_call_does_not_show(
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("max_tokens", [1, 8, 12, 20])
+@pytest.mark.parametrize("max_tokens", [1, 12])
 def test_micro_batches_and_recomputation_do_not_show(name: str, max_tokens: int) -> None:
     module, objective = headed(), OBJECTIVES[name]()
     rows = rows_of(objective)

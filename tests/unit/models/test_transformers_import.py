@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 from xray_runtime.models.transformers_import import import_transformers
@@ -17,5 +19,6 @@ assert sys.modules["sklearn"] is sklearn
 """
 
 
+@pytest.mark.long
 def test_scikit_learn_is_left_out() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)

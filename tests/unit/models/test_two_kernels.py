@@ -152,7 +152,7 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     rows |= {name: torch.zeros(count, dtype=torch.float64) for name in ("old_logprobs", "advantages", "weights")}
     found, given = Waits(), batch(rows)
     with found, Copies(found.counts):
-        loss, _, _ = training_loss(
+        loss, _ = training_loss(
             module, PPOObjective(PPOStageConfig(entropy_coef=0.1)), given, StepTotals(tokens=float(count))
         )  # type: ignore[arg-type]
         loss.backward()

@@ -21,7 +21,6 @@ from xray_runtime.models.weight_files import (
     overwrite,
     same_trunk,
     tensors,
-    trunk_digest,
     weight_files,
     write_digests,
 )
@@ -53,7 +52,6 @@ def test_one_file_and_several_hold_the_same(tmp_path: Path) -> None:
     assert len(set(weight_files(several).values())) == 3
     assert [name for name, _ in tensors(several, {"model.layers.3.weight"})] == ["model.layers.3.weight"]
     assert same_trunk(one, several, 2)
-    assert trunk_digest(one, 2) == trunk_digest(several, 2)
     changed = write(tmp_path / "changed", weights=WEIGHTS | {"model.layers.2.weight": torch.ones(3)})
     assert not same_trunk(one, changed, 2)
     # The third of three tensors; two checkers have two and one of them.

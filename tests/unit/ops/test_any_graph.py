@@ -10,6 +10,7 @@ import pytest
 
 import xray
 from tests.graphs import GRAPHS, SIZES
+from tests.message_texts import Messages
 from xray.cli.explain import explained
 from xray.flows.search import SearchConfig
 from xray.flows.study import VALUES, Search, search_space
@@ -301,22 +302,17 @@ def test_a_graph_without_a_plan_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one"),
-        ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
-        (
-            {"stf.lr": {"low": 1, "high": 2}},
-            "stf.lr: is not a field of a stage; the stages are prepare, fresh_base, sft",
-        ),
-        ({"sft.lr": {"low": -1, "high": 2}}, "sft.lr: -1 is not allowed: must be greater than 0"),
-        ({"steps": {"low": 1.5, "high": 2}}, "sft_alone: steps: 1.5 is not allowed: must be a valid integer"),
-        ({"output": {"choices": ["a", "b"]}}, "fields.output: is not allowed: no stage up to 'sft' reads it"),
+        {"stepz": {"low": 1, "high": 2}},
+        {"sft.stepz": {"low": 1, "high": 2}},
+        {"stf.lr": {"low": 1, "high": 2}},
+        {"sft.lr": {"low": -1, "high": 2}},
+        {"steps": {"low": 1.5, "high": 2}},
+        {"output": {"choices": ["a", "b"]}},
     ],
 )
-def test_fields_a_flow_lacks_are_not_searched(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_fields_a_flow_lacks_are_not_searched(fields: dict[str, Any], tmp_path: Path, message_texts: Messages) -> None:
     wanted = SearchConfig.model_validate({"fields": fields, "until": "sft"})
-    with pytest.raises(ConfigError) as caught:
+    with message_texts.raises(ConfigError):
         search_space(subject("SFT alone", tmp_path), wanted)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.cluster.pool.machine import GIB, Machine
 from xray_runtime.engines.layouts import EngineConfig
@@ -116,8 +117,7 @@ SMOLLM2_360M = {
 }
 
 
-@pytest.mark.parametrize("gib", [24, 80])
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize(("count", "gib"), [(1, 24), (3, 24), (8, 24), (1, 80), (6, 80), (8, 80)])
 def test_the_template_runs_on_one_gpu_and_on_eight(count: int, gib: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_360M))
     template = load_config(ROOT / "configs/custom.yaml", [f"base.model={tmp_path}"])
@@ -302,7 +302,7 @@ LLAMA_70B = {
     ("precision", "frozen_gb"),
     [
         # 4 bytes of each of 70.6 × 10⁹ parameters are 282 GB, over 64 GPUs; 2 bytes half of that.
-        ("float32", 282.2 / 64),
+        pytest.param("float32", 282.2 / 64, marks=pytest.mark.long),
         ("bfloat16", 141.1 / 64),
     ],
 )
@@ -435,24 +435,16 @@ def test_each_stage_is_planned_by_what_it_saves_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    "written",
     [
-        ({"sft": {"engine": {"zero_stage": 2}}}, "sft.engine.zero_stage: 2"),
-        ({"frozen": {"num_workhorses": 2}}, "ppo-1.frozen.num_workhorses: 2"),
-        (
-            {
-                "ppo": {
-                    "stages": [{"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}]
-                }
-            },
-            "ppo-1.critic_engine.num_workhorses: 2",
-        ),
+        {"sft": {"engine": {"zero_stage": 2}}},
+        {"frozen": {"num_workhorses": 2}},
+        {"ppo": {"stages": [{"critic": "separate", "critic_engine": {"num_workhorses": 2, "pipeline_parallel": 2}}]}},
     ],
 )
-def test_a_layout_beside_auto_is_refused(written: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_layout_beside_auto_is_refused(written: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         recorded_graph(validate(written | {"runtime": {"parallel": "auto"}}))
-    assert str(caught.value).startswith(f"{message} is not allowed with runtime.parallel 'auto', which chooses it")
 
 
 @pytest.mark.parametrize(

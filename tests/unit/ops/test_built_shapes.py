@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.ops.published_configs import PUBLISHED
 from xray_runtime.models.config import PretrainedBase
 from xray_runtime.models.pretrained_shapes import from_pretrained
@@ -32,26 +33,25 @@ def test_every_parameter_of_a_published_model_is_counted(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config",
     [
-        ({"model_type": "qwen2_5_vl"}, "transformers has no causal language model for this kind of config"),
-        ({"model_type": "smolvlm"}, "transformers has no causal language model for this kind of config"),
-        ({"model_type": "mistral3"}, "transformers has no causal language model for this kind of config"),
-        ({"model_type": "mixtral", "num_hidden_layers": 2}, "a 'mixtral' model has experts"),
-        ({"model_type": "ernie4_5_moe", "num_hidden_layers": 2}, "a 'ernie4_5_moe' model has experts"),
-        ({"model_type": "qwen3_moe", "num_hidden_layers": 2}, "a 'qwen3_moe' model has experts"),
-        ({"model_type": "granitemoe", "num_hidden_layers": 2}, "a 'granitemoe' model has experts"),
-        ({"model_type": "deepseek_v3", "num_hidden_layers": 4}, "a 'deepseek_v3' model has experts"),
-        ({"model_type": "nobody-knows"}, "does not recognize this architecture"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "cannot be planned"),
-        ({}, "Unrecognized model"),
-        ({"model_type": "mamba", "num_hidden_layers": 2}, "does not support an attention implementation"),
+        {"model_type": "qwen2_5_vl"},
+        {"model_type": "smolvlm"},
+        {"model_type": "mistral3"},
+        {"model_type": "mixtral", "num_hidden_layers": 2},
+        {"model_type": "ernie4_5_moe", "num_hidden_layers": 2},
+        {"model_type": "qwen3_moe", "num_hidden_layers": 2},
+        {"model_type": "granitemoe", "num_hidden_layers": 2},
+        {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+        {"model_type": "nobody-knows"},
+        {"model_type": "llama", "hidden_size": "wide"},
+        {},
+        {"model_type": "mamba", "num_hidden_layers": 2},
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )
-def test_models_of_unknown_size_are_refused_in_one_line(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^base\.model: '.*' cannot be planned \(") as caught:
+def test_models_of_unknown_size_are_refused_in_one_line(
+    config: dict[str, Any], tmp_path: Path, message_texts: Messages
+) -> None:
+    with message_texts.raises(ValueError):
         shape_of(config, tmp_path)
-    assert message in str(caught.value)
-    assert len(str(caught.value).replace(str(tmp_path), "")) < 320
-    assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field
 
 import xray
+from tests.message_texts import Messages
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.cluster.pool.demand import Demand, call_demands, check_call
 from xray_runtime.engines.layouts import EngineConfig, LayoutConfig
@@ -117,13 +118,11 @@ def test_demand_may_equal_capacity() -> None:
     check_config(config(cpus_per_workhorse=1.0), "cpu", [{"CPU": 8.0}, {"CPU": 3.0}])
 
 
-@pytest.mark.parametrize(
-    ("layout", "field"), [({"pipeline_parallel": 2}, "pipeline_parallel = 2"), ({"zero_stage": 1}, "zero_stage = 1")]
-)
-def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], field: str) -> None:
+@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"zero_stage": 1}])
+def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], message_texts: Messages) -> None:
     engine = {"library": "megatron", "num_workhorses": 2} | layout
     asked = validate({"ppo": {"stages": [{}, {"critic": "separate", "critic_engine": engine}]}})
-    with pytest.raises(ConfigError, match=f"ppo-2.critic_engine.{field} is not supported with library = 'megatron'"):
+    with message_texts.raises(ConfigError):
         check_config(asked, "cpu", [{"CPU": 64.0}])
     check_config(asked, "cuda", [{"CPU": 64.0, "GPU": 64.0}])
     deepspeed = validate({"sft": {"engine": {"num_workhorses": 2} | layout}})
@@ -131,32 +130,19 @@ def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], field
 
 
 @pytest.mark.parametrize(
-    ("runtime", "device", "nodes", "message"),
+    ("runtime", "device", "nodes"),
     [
-        (
-            {"cpus_per_workhorse": 0.25},
-            "cpu",
-            TWO_CORES,
-            "ppo-1: its models need 2.75 CPUs (generator 1 × 0.25, policy 4 × 0.25, reference 1 × 0.25, "
-            "rewards.0 1 × 0.25, critic 4 × 0.25) and the cluster has 2: lower runtime.cpus_per_workhorse or "
-            "engine.num_workhorses, or add nodes",
-        ),
-        ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models need 2 GPUs (policy 2 × 1) and the"),
-        ({"cpus_per_workhorse": 0.0}, "cuda", [{"GPU": 8.0}, {"CPU": 4.0}], "ppo-1: its models need 11 GPUs"),
-        (
-            {"cpus_per_workhorse": 3.0},
-            "cpu",
-            [TWO_CORES[0]] * 40,
-            "sft: one Workhorse needs 3 CPUs and the largest node has 2: lower runtime.cpus_per_workhorse",
-        ),
+        ({"cpus_per_workhorse": 0.25}, "cpu", TWO_CORES),
+        ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES),
+        ({"cpus_per_workhorse": 0.0}, "cuda", [{"GPU": 8.0}, {"CPU": 4.0}]),
+        ({"cpus_per_workhorse": 3.0}, "cpu", [TWO_CORES[0]] * 40),
     ],
 )
 def test_missing_devices_are_named_and_never_retried(
-    runtime: dict[str, Any], device: str, nodes: Any, message: str
+    runtime: dict[str, Any], device: str, nodes: Any, message_texts: Messages
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with message_texts.raises(ConfigError) as caught:
         check_config(config(**runtime), device, nodes)
-    assert str(caught.value).startswith(message)
     assert not may_retry(caught.value)
 
 

@@ -26,7 +26,9 @@ def fits_whenever(found: Plan) -> None:
     assert 0.95 * found.fullest.peak_bytes <= peak <= found.fullest.peak_bytes <= 0.9 * found.machine.memory_bytes
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(gpu, marks=pytest.mark.long if 0 < n < 3 else (), id=gpu.name) for n, gpu in enumerate(GPUS)]
+)
 def test_every_standard_case_keeps_to_its_gpus(gpu: object) -> None:
     fitting = [found for case in cases() if case.gpu == gpu and (found := plan_of_case(case)).fits]
     assert len(fitting) > 30

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.message_texts import Messages
 from xray_runtime.algorithms import logprobs
 from xray_runtime.data.batch import StepTotals
 from xray_runtime.models.config import FreshBase, PretrainedBase
@@ -195,7 +197,7 @@ def test_parameters_are_counted_as_transformers_builds_them(family: str, options
     assert from_hf_config(config.to_dict()).num_parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_our_own_llama_and_the_packaged_one() -> None:
+def test_our_own_llama_is_counted_as_transformers_builds_it() -> None:
     import torch
     import transformers
 
@@ -213,9 +215,29 @@ def test_our_own_llama_and_the_packaged_one() -> None:
             )
         )
     assert fresh.num_parameters == sum(p.numel() for p in model.parameters())
-    smollm = from_pretrained(PretrainedBase(model="smollm2-135m"))
-    assert smollm.num_parameters == 134_515_008
-    assert (smollm.num_layers, smollm.num_heads, smollm.num_kv_heads, smollm.tied) == (30, 9, 3, True)
+
+
+def test_the_header_of_a_gguf_file_is_read(tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    names = {"token_embd.weight": 160 * 64, "blk.0.attn_q.weight": 100, "output_norm.weight": 64}
+    for name, size in names.items():
+        writer.add_tensor(name, np.zeros(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = from_pretrained(PretrainedBase(model=str(tmp_path / "model.gguf")))
+    # Every number of the file is counted, whatever the layers are made of.
+    assert shape.num_parameters == sum(names.values())
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_size) == (3, 4, 2, 16)
+    assert (shape.vocab_size, shape.tied, shape.max_positions) == (160, True, None)
 
 
 def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
@@ -224,21 +246,15 @@ def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", "[1]", "cannot be planned (its config.json is not a JSON object)"),
-        ("config.json", "{", "cannot be planned"),
-        ("other.txt", "", "cannot be planned"),
-        ("model.gguf", "no GGUF", "cannot be planned"),
-    ],
+    ("file", "content"), [("config.json", "[1]"), ("config.json", "{"), ("other.txt", ""), ("model.gguf", "no GGUF")]
 )
-def test_unreadable_models_are_named_with_their_field(tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_unreadable_models_are_named_with_their_field(
+    tmp_path: Path, file: str, content: str, message_texts: Messages
+) -> None:
     (tmp_path / file).write_text(content)
     model = tmp_path / file if file.endswith(".gguf") else tmp_path
-    with pytest.raises(ValueError, match=r"base\.model: '.*' ") as caught:
+    with message_texts.raises(ValueError):
         from_pretrained(PretrainedBase(model=str(model)))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @given(st.floats(min_value=1e6, max_value=1e13))
@@ -266,9 +282,10 @@ def test_a_layers_activations_by_hand() -> None:
     assert layer_activation_bytes(SMALL, 1, 4, tp=2) == 1544 + (4 * 160 + 4) + 1024
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "width", "checkpointing"),
+    [(1, "float32", 4, False), (4, "bfloat16", 2, False), (4, "float32", 4, True), (1, "bfloat16", 2, True)],
+)
 def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: int, checkpointing: bool) -> None:
     import torch
     import transformers
@@ -311,9 +328,7 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
     assert measured == pytest.approx(predicted, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("layers", "vocabulary", "rows"), [(2, 320, 32), (6, 512, 32), (2, 8000, 16)], ids=["small", "deep", "wide logits"]
-)
+@pytest.mark.parametrize(("layers", "vocabulary", "rows"), [(6, 512, 16), (2, 8000, 16)], ids=["deep", "wide logits"])
 def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: int) -> None:
     """Gradients, activations and logits of a real forward and backward pass, by torch's record of every allocation."""
     import torch
@@ -339,7 +354,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     batch = TextBatch(input_ids=ids, prompt_lengths=torch.full((rows,), 32))
 
     def step() -> None:
-        loss, _, _ = training_loss(model, SFTObjective(), batch, StepTotals(tokens=1.0))
+        loss, _ = training_loss(model, SFTObjective(), batch, StepTotals(tokens=1.0))
         loss.backward()
 
     step()

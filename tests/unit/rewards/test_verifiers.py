@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.kernel.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
@@ -112,31 +113,21 @@ def test_a_pattern_is_compared_by_type(answer: Any, reply: str, score: float) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "good", "bad", "why"),
+    ("config", "good", "bad"),
     [
-        (
-            MathVerifier(column="a"),
-            ["4x-7", 3, 0.5, "#### 18", None],
-            "4x-7 foo",
-            "'4x-7 foo' is not allowed: it is not",
-        ),
-        (MathVerifier(column="a"), ["1"], True, "True is not allowed: must be a number or a text, not bool"),
-        (MathVerifier(column="a", limit_s=1.0), ["1"], "(" * 4000, "is not allowed: it"),
-        (
-            RegexVerifier(pattern="x", column="a"),
-            ["1", 2, 0.5],
-            False,
-            "False is not allowed: must be a text or a number",
-        ),
-        (RegexVerifier(pattern="x", column="a"), ["1"], ["1"], "['1'] is not allowed: must be a text or a number"),
-        (JSONSchemaVerifier(column="a"), ["{}", {"type": "null"}, True], "{", "'{' is not allowed: not a JSON Schema"),
-        (JSONSchemaVerifier(column="a"), ["{}"], 7, "7 is not allowed: not a JSON Schema (an object, or true or"),
-        (JSONSchemaVerifier(column="a"), ["{}"], {"type": "no"}, "is not allowed: not a JSON Schema ('no' is not"),
-        (CodeVerifier(column="a"), ["assert f()"], {"inputs": []}, "is not allowed: must hold Python statements"),
+        (MathVerifier(column="a"), ["4x-7", 3, 0.5, "#### 18", None], "4x-7 foo"),
+        (MathVerifier(column="a"), ["1"], True),
+        (MathVerifier(column="a", limit_s=1.0), ["1"], "(" * 4000),
+        (RegexVerifier(pattern="x", column="a"), ["1", 2, 0.5], False),
+        (RegexVerifier(pattern="x", column="a"), ["1"], ["1"]),
+        (JSONSchemaVerifier(column="a"), ["{}", {"type": "null"}, True], "{"),
+        (JSONSchemaVerifier(column="a"), ["{}"], 7),
+        (JSONSchemaVerifier(column="a"), ["{}"], {"type": "no"}),
+        (CodeVerifier(column="a"), ["assert f()"], {"inputs": []}),
     ],
 )
 def test_a_column_is_checked_before_anything_runs(
-    tmp_path: Path, config: Verifier, good: list[Any], bad: Any, why: str
+    tmp_path: Path, config: Verifier, good: list[Any], bad: Any, message_texts: Messages
 ) -> None:
     def written(values: Sequence[Any]) -> None:
         rows = [
@@ -149,12 +140,8 @@ def test_a_column_is_checked_before_anything_runs(
     written(good * 20)
     source.check(tmp_path, ["a", "t"])
     written([*good, bad])
-    where = f"ppo.rewards.0.verifier: row {len(good) + 1}-0 of train.arrow, column 'a': "
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with message_texts.raises(ValueError):
         source.check(tmp_path, ["a", "t"])
-    assert str(caught.value).startswith(where)
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
     # Rows that the source does not score are not checked.
     VerifierSource(config, "v", Route(column="t", equals=1)).check(tmp_path, ["a", "t"])
 

@@ -55,7 +55,7 @@ class ReplyForward(Forward[R]):
 class ReplyObjective(Objective[ReplyForward[Any]]):
     """Forward pass and scores of both objectives."""
 
-    def forward(self, module: HeadedLM, rows: Any) -> ReplyForward[Any]:
+    def forward(self, module: HeadedLM, rows: Texts) -> ReplyForward[Any]:
         return ReplyForward(module, rows)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
@@ -67,10 +67,8 @@ class PairPreference(Component[ReplyForward[PairBatch[Tensor]]]):
     """The loss of each pair of replies to one prompt."""
 
     config: DPOConfig
+    counted = "rows"
     logged = "loss"
-
-    def count(self, totals: StepTotals) -> float:
-        return totals.rows
 
     def terms(self, forward: ReplyForward[PairBatch[Tensor]], totals: StepTotals) -> Terms:
         rows, logprobs = forward.rows, forward.logprobs
@@ -112,10 +110,8 @@ class Desirability(Component[ReplyForward[LabelledBatch[Tensor]]]):
     """The loss of each labelled reply; z is of the whole step, the totals' `baseline`."""
 
     config: KTOConfig
+    counted = "rows"
     logged = "loss"
-
-    def count(self, totals: StepTotals) -> float:
-        return totals.rows
 
     def terms(self, forward: ReplyForward[LabelledBatch[Tensor]], totals: StepTotals) -> Terms:
         desirable = forward.rows.desirable

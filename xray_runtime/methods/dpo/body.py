@@ -22,7 +22,7 @@ from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import DPOObjective, PairPreference
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.methods.common.training.steps import TrainingRows
@@ -56,11 +56,9 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
-    used = trained[cursor.ahead(steps * config.batch_size)]
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
-        rows = training_rows(stage, policy, stage.inputs.policy.path, dataset, train, used, recorder)
-        method, models = _DPO(config, policy, rows, parts, known or {}, trained, chosen_by), {"policy": policy}
+        method, models = _DPO(config, policy, train, parts, known or {}, trained, chosen_by), {"policy": policy}
         training_loop(stage, recorder, method, models, cursor, steps, best)
         return best.save(models, out, steps, {"pairs": len(chosen_by)})
 

@@ -10,7 +10,7 @@ import torch
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.cluster.generator_spec import GeneratorSpec
-from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.model_spec import ModelSpec, scored_together
 from xray_runtime.cluster.protocols import ModelHandle, get, get_all
 from xray_runtime.data.batch import TextBatch, with_end_of_turn
 from xray_runtime.data.pairs import HELDOUT, prompt_text
@@ -59,9 +59,10 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **scoring.specs(),
         "generator": GeneratorSpec(before, limit + config.max_response_tokens, config.generator),
-        "before": ModelSpec(before, ReferenceObjective(config.temperature), frozen=config.frozen),
-        "after": ModelSpec(policy, ReferenceObjective(config.temperature), frozen=config.frozen),
     }
+    sides = {"before": before, "after": policy}
+    reference = ReferenceObjective(config.temperature)
+    specs |= scored_together({side: ModelSpec(path, reference, frozen=config.frozen) for side, path in sides.items()})
     replies: dict[str, PolicyReplies] = {}
     with stage.open_models(specs) as models:
         for version, side in enumerate(SIDES):
@@ -95,8 +96,7 @@ def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     rollout = replies.rollout
     branches = rollout.branches if "branches" in rollout else None
     rows, merged = split_branches(TextBatch.of(replies.begun, rollout.response_ids), branches)
-    # Both work at the same time and share threads.
-    after, before = map(merged, get_all([models[side].score.remote(rows, 2) for side in ("after", "before")]))
+    after, before = map(merged, get_all([models[side].score.remote(rows) for side in ("after", "before")]))
     logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
     chosen = rollout.response_mask.dense() if rollout.are_episodes else logprobs.mask()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))

@@ -15,6 +15,7 @@ import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.algorithms.verdicts import outcomes
+from xray_runtime.cluster.model_spec import ModelSpec, scored_together
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.reasoning import answers_of, reasoning_of
@@ -24,7 +25,6 @@ from xray_runtime.methods.evaluate.config import GOLD
 from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages
@@ -63,7 +63,7 @@ class Scoring:
 
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of the models among the sources."""
-        return self._rewards.specs() | self._judges.specs()
+        return scored_together(self._rewards.specs() | self._judges.specs())
 
     def score(
         self,
@@ -80,9 +80,7 @@ class Scoring:
         replies, episodes = answers.texts, answers.scores
         if self._gold is not None:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
-        both = (self._rewards, self._judges)
-        at_once = sum(len(sources.roles) for sources in both)
-        of_rewards, of_judges = (s.requests(models, prompts, replies, tokens, at_once or None) for s in both)
+        of_rewards, of_judges = (s.requests(models, prompts, replies, tokens) for s in (self._rewards, self._judges))
         if self._rewards.weights:
             scores = self._rewards.scores(of_rewards, prompts, replies, columns, episodes=episodes, tokens=tokens)
             self.panel.rewards[side] = self._rewards.scaled(scores).double()

@@ -33,7 +33,7 @@ from xray_runtime.kernel.graph.artifacts import VERDICTS
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import Desirability, KTOObjective
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
-from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.methods.common.training.steps import TrainingRows
@@ -71,13 +71,9 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     reference = ReferenceLogprobs(stage, source.path, parts, recorder)
     objective = KTOObjective(config)
-    used = trained[cursor.ahead(steps * config.batch_size)]
     with open_policy(stage, objective, reference) as (policy, known):
         assert known is not None
-        rows = {
-            name: training_rows(stage, policy, inputs.policy.path, source.path, parts[name], used, recorder)
-            for name in (TRAIN, MISMATCHED)
-        }
+        rows = {name: parts[name] for name in (TRAIN, MISMATCHED)}
         counts = {f"kto/{name}": count for name, count in counts.items()}
         method = _KTO(config, policy, rows, parts, known, desirable, trained, chosen_by, counts)
         models = {"policy": policy}

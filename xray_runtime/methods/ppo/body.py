@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
-from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
@@ -49,9 +49,8 @@ from xray_runtime.methods.ppo.experience import Experience, build_experience, sc
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs, one_trunk, own_function
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
-from xray_runtime.methods.ppo.step_scores import step_scoring
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -89,7 +88,6 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 rewards, experience = loop.experience(scored)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
-                experience = update.experience
             with clock.phase("generate"):
                 loop.rollouts.wait()
             golds = loop.gold_scores(scored)
@@ -173,7 +171,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs, first_step = step_scoring(stage, model_specs(stage, rewards, limit))
+    specs = model_specs(stage, rewards, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
@@ -194,14 +192,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(
-                *(models, config, rewards, tokenizer, stops, prompts),
-                None if first_step is None else first_step.scored_before,
-                one_trunk(config, specs),
-                is_own_reference(stage),
-            ),
+            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
             estimator=estimator,
-            updater=Updater(stage, models, skipped, first_step),
+            updater=Updater(stage, models, skipped),
             kl=kl,
             moments=moments,
             skipped=skipped,
@@ -231,11 +224,19 @@ def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: Pha
 
 
 def _published(loop: _Loop, out: Path) -> int:
-    """Write the policy that the stage ends with; returns the number of its updates."""
+    """Write the policy that the stage ends with, and have a generator with models of its own read it from the files;
+    returns the number of its updates."""
     loop.monitor.write_record(out)
     if loop.monitor.end is not None:
         loop.monitor.versions.copy(loop.monitor.end, out)  # the one before the signs of a hacked reward
         return loop.monitor.end
-    done, models = loop.stage.config.iterations, loop.models
+    config, models = loop.stage.config, loop.models
+    done = config.iterations
     loop.validation.score_last(models, done, loop.episodes)
-    return loop.validation.best.save(models, out, done, loop.validation.record())
+    kept = loop.validation.best.save(models, out, done, loop.validation.record())
+    # Of an earlier version nobody has the model any more; it was compared with transformers' as it was written.
+    reads = config.generator.capabilities.own_models and config.lora is None and not config.in_flight_updates
+    if kept == done and reads:
+        get(models["generator"].load_checkpoint.remote(out, done + 1))
+        loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())
+    return kept

@@ -8,10 +8,9 @@ Shapes: B replies, T response tokens of the longest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +36,6 @@ class Experience:
     """One rollout ready for updates."""
 
     rows: PolicyBatch
-    rollout: Rollout
-    """The replies that have a reward; likewise `ref_logprobs`."""
-    ref_logprobs: Ragged
     num_tokens: int
     """Number of tokens that the policy sampled."""
     reference_kl: float
@@ -47,8 +43,6 @@ class Experience:
     mismatch: float
     """Mean |log-probability difference| between generator and policy, in nats per token."""
     metrics: dict[str, float]
-    max_mismatch: float
-    """The limit of `check_mismatch`."""
 
     @property
     def num_rows(self) -> int:
@@ -66,8 +60,6 @@ def build_experience(
     max_mismatch: float = math.inf,
 ) -> Experience:
     """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
-
-    Weights and what they measure are those of the rows with log-probabilities; see `measured`.
 
     Args:
         rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
@@ -94,50 +86,33 @@ def build_experience(
     advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    rows = text.as_kind(
-        PolicyBatch,
-        old_logprobs=scores.logprobs,
-        advantages=_ragged(advantages, rollout.rollout_logprobs),
-        weights=scores.logprobs,
-        rollout_logprobs=rollout.rollout_logprobs,
-        values=scores.values if has_critic else None,
-        returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
-        ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
-        **rollout.pick("response_mask", "branches"),
-    )
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns)
-    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics, max_mismatch)
-    return measured(config, made, scores.logprobs)
-
-
-def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -> Experience:
-    """`experience` with the policy's log-probabilities before the update, and what follows from them: importance
-    weights, the mismatch of generator and trainer, the KL to the reference. Rows in which they are empty count nowhere.
-
-    Raises:
-        RuntimeError: the generator does not compute the policy.
-        NonFiniteError: a column of the update is not finite.
-    """
-    known = np.flatnonzero(logprobs.lengths)
-    rollout, dense = experience.rollout.take(known), _dense(logprobs[known])
-    mask = _mask(rollout)
+    logprobs = _dense(scores.logprobs)
     weights, mismatch = importance_weights(
-        dense,
+        logprobs,
         _dense(rollout.rollout_logprobs),
         mask,
         mode=config.importance_correction,
         cap=config.importance_cap,
         level=config.importance_level,
     )
-    ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
-    rows = experience.rows.with_columns(old_logprobs=logprobs, weights=ragged)
+    rows = text.as_kind(
+        PolicyBatch,
+        old_logprobs=scores.logprobs,
+        advantages=_ragged(advantages, rollout.rollout_logprobs),
+        weights=_ragged(weights, rollout.rollout_logprobs),
+        values=scores.values if has_critic else None,
+        returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
+        ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
+        **rollout.pick("response_mask", "branches"),
+    )
     wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    check_mismatch(mismatch["mean_abs_diff"], experience.max_mismatch)
-    kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
-    metrics = experience.metrics | _policy_metrics(kl, mismatch)
-    return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)
+    difference = mismatch["mean_abs_diff"]
+    check_mismatch(difference, max_mismatch)
+    kl = kl_summary(logprobs, _dense(scores.ref_logprobs), mask)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _policy_metrics(kl, mismatch)
+    return Experience(rows, int(mask.sum()), kl["k1"], difference, metrics)
 
 
 def check_mismatch(mismatch: float, limit: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.ragged import Ragged, join_ragged
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.files import link_or_copy
 from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
@@ -93,11 +92,6 @@ class Ledger:
         trained[rewarded] = times_trained
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
         token_columns = {name: column.spread(rewarded, len(scaled)) for name, column in columns.items()}
-        # The update may have computed them.
-        others = np.flatnonzero(scaled.isnan().numpy())
-        logprobs = [scored.scores.logprobs[others], experience.rows.old_logprobs]
-        of_all = join_ragged(logprobs, [others.tolist(), rewarded.tolist()])
-        scored = replace(scored, scores=scored.scores.with_columns(logprobs=of_all))
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
         for dropped in scored.dropped:
             count = len(dropped.replies)

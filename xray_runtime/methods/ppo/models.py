@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.checking import check_loss
 from xray_runtime.cluster.generator_spec import GeneratorSpec
-from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec, scored_together
 from xray_runtime.data.gold import import_function
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
@@ -16,7 +16,6 @@ from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.roles import ppo_models
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.weight_files import same_trunk
 from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
     """Role → what to open; prompts have at most `max_prompt` tokens."""
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
+    trained_at_once = (2 if config.critic_in_use == "separate" else 1) + bool(config.lag)
     shared_critic, critic = config.critic_in_use == "shared", policy / "critic"
     specs: Specs = {}
     for name, role in ppo_models(config).items():
@@ -43,6 +43,7 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 policy,
                 PPOObjective(config, own_function(stage, "loss", partial(check_loss, gradient=False))),
                 role=name,
+                training_at_once=trained_at_once,
                 new_head=shared_critic,
                 head=policy / VALUE_HEAD if shared_critic and (policy / VALUE_HEAD).exists() else None,
                 # Models with the policy's frozen trunk are branches of the policy.
@@ -57,11 +58,13 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 critic if critic.exists() else reference,
                 CriticObjective(config),
                 role=name,
+                training_at_once=trained_at_once,
                 training=config.model_copy(update={"engine": role.layout}),
                 new_head=True,
                 head=critic / VALUE_HEAD if critic.exists() else None,
             )
-    return specs | rewards.specs()
+    # With a lag, the generator works at the same time.
+    return scored_together(specs | rewards.specs(), beside=int(bool(config.lag)))
 
 
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
@@ -78,11 +81,3 @@ def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable
     function = stage.functions.get(name) or import_function(name, field)
     check(function, name)
     return function
-
-
-def one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:
-    """Whether policy and critic are two models with the same frozen trunk, computed in the same precision."""
-    layers, engine = config.trainable_layers, config.critic_engine or config.engine
-    if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
-        return False
-    return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -191,8 +191,8 @@ class PPOObjective(Objective[PolicyForward]):
             parts.append(ValueRegression(config, config.value_coef))
         return parts
 
-    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
-        return PolicyForward(module, rows, self.config)
+    def forward(self, module: HeadedLM, rows: Texts) -> PolicyForward:
+        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
@@ -220,8 +220,8 @@ class CriticObjective(Objective[PolicyForward]):
     def components(self, module: HeadedLM) -> tuple[ValueRegression]:
         return (ValueRegression(self.config),)
 
-    def forward(self, module: HeadedLM, rows: Any) -> PolicyForward:
-        return PolicyForward(module, rows, self.config)
+    def forward(self, module: HeadedLM, rows: Texts) -> PolicyForward:
+        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         return _values(module, last_hidden(module, rows), rows)

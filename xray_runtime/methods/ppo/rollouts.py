@@ -17,7 +17,7 @@ over behaviour. The same weights, with the same cap, correct for the generator's
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,17 +125,19 @@ class Rollouts:
         """Metrics of an iteration with these episodes, if they are that."""
         return {} if self._episodes is None else self._episodes.metrics(rollout)
 
-    def probe(self, policy: ModelHandle, version: int) -> float:
+    def probe(self, policy: ModelHandle, version: int, turn: AbstractContextManager[None] | None = None) -> float:
         """Mean |log-probability difference| between generator and policy at `version`, in nats per token.
 
         Uses the first tokens of a few replies, spread over every replica and rank. A rollout sampled during an update
-        cannot be compared: when it arrives, the policy has changed. Raises RuntimeError as `check_mismatch`.
+        cannot be compared: when it arrives, the policy has changed. `turn`: the generator's, where they share GPUs.
+        Raises RuntimeError as `check_mismatch`.
         """
         ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
         num_rows = max(PROBE_ROWS, *ranks)
         prompts = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = self._generate(prompts, sampling, version, "probe", version).get()
+        with turn or nullcontext():
+            replies = self._generate(prompts, sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
         scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
         mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())

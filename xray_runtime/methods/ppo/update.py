@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xray_runtime.cluster.protocols import ModelHandle
-from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals, TextBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
-from xray_runtime.methods.common.training.steps import (
-    Learning,
-    SkippedSteps,
-    Step,
-    Stepper,
-)
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Step, Stepper
 from xray_runtime.methods.ppo.experience import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
-
-
-class FirstStep(Protocol):
-    """A hook around an update's first step."""
-
-    def scored_before(self, rows: TextBatch, iteration: int) -> np.ndarray:
-        """Which rows of a rollout the policy must score before the update."""
-
-    def rows(self, policy: ModelHandle, experience: Experience, index: np.ndarray) -> tuple[Experience, PolicyBatch]:
-        """(the experience, the rows at `index` as the step reads them)."""
-
-    def learned(self, experience: Experience, index: np.ndarray, columns: Scores) -> Experience:
-        """The experience after the step, with the columns that its objective gave back."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +29,6 @@ class Update:
     """By `stop_kl`."""
     times_trained: np.ndarray
     """Number of optimizer steps on each row of the experience [B] int32."""
-    experience: Experience
-    """As the steps left it."""
 
 
 class Updater:
@@ -59,12 +39,10 @@ class Updater:
         stage: Stage[PPOConfig, PPOInputs],
         models: Mapping[str, ModelHandle],
         skipped: SkippedSteps,
-        first_step: FirstStep | None = None,
     ) -> None:
-        self._first_step = first_step
-        self._stage, self._config, self._policy = stage, stage.config, models["policy"]
+        self._stage, self._config = stage, stage.config
         self._per_epoch = self._config.rollout_size // self._config.minibatch_size
-        learning: list[Learning] = [Learning("policy", self._policy)]
+        learning: list[Learning] = [Learning("policy", models["policy"])]
         if "critic" in models:
             learning.append(Learning("critic", models["critic"], self._config.critic_lr))
         planned = self._config.iterations * self._config.epochs * self._per_epoch
@@ -81,17 +59,11 @@ class Updater:
         num_minibatches = self._num_minibatches(count)
         epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
         steps: list[Step] = []
-        times_trained, stopped_early, first = np.zeros(count, np.int32), False, self._first_step
+        times_trained, stopped_early = np.zeros(count, np.int32), False
         for epoch, parts in zip(range(config.epochs), epochs, strict=False):
             for number, index in enumerate(parts):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
-                if first is not None:
-                    experience, rows = first.rows(self._policy, experience, index)
-                    step = self._step(rows, at, kl_coef)
-                    experience, first = first.learned(experience, index, step.columns), None
-                else:
-                    rows = experience.rows.take(index).with_columns(rollout_logprobs=None)
-                    step = self._step(rows, at, kl_coef)
+                step = self._step(experience.rows.take(index), at, kl_coef)
                 steps.append(step)
                 times_trained[index] += step.taken
                 stopped_early = step.taken and self._moved_too_far(step)
@@ -99,7 +71,7 @@ class Updater:
                     break
             if stopped_early:
                 break
-        return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained, experience)
+        return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained)
 
     def _num_minibatches(self, num_replies: int) -> int:
         """Fewer minibatches than planned if few replies have a reward."""
@@ -112,8 +84,7 @@ class Updater:
 
     def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> Step:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
-        # With a lag, the generator works at the same time.
-        return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef), int(bool(self._config.lag)))
+        return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef))
 
     def _moved_too_far(self, step: Step) -> bool:
         limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens

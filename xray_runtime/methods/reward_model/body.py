@@ -21,7 +21,7 @@ from xray_runtime.data.replies import both_sides
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import preference_tokens
-from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -46,13 +46,11 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = trained_model(stage, start, RewardObjective(), new_head=True)
-    used = cursor.ahead(steps * config.batch_size)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
     with stage.open_models({"reward": model}) as models:
         reward = models["reward"]
-        rows = training_rows(stage, reward, start, dataset, train, used, recorder)
-        method = _RewardModel(reward, rows, heldout_rows, baseline)
+        method = _RewardModel(reward, train, heldout_rows, baseline)
         training_loop(stage, recorder, method, models, cursor, steps)
         summary = _summary(stage.name, *method.scores) | {"length_baseline_accuracy": baseline}
         get(reward.save.remote(out, REWARD_HEAD))

@@ -23,7 +23,7 @@ from xray_runtime.methods.common.training.dataset import (
     tokenizing,
     validation_file,
 )
-from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
+from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
@@ -51,11 +51,9 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     train, heldout_rows, validation_rows = _data(stage, tokenizer, limits, recorder)
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
-    used = cursor.ahead(config.steps * config.batch_size)
 
     with stage.open_models({"policy": trained_model(stage, base, SFTObjective())}) as models:
-        rows = training_rows(stage, models["policy"], base, dataset, train, used, recorder)
-        method = _SFT(stage, models["policy"], rows, heldout_rows, validation_rows, _data_metrics(train, limits))
+        method = _SFT(stage, models["policy"], train, heldout_rows, validation_rows, _data_metrics(train, limits))
         training_loop(stage, recorder, method, models, cursor, config.steps, best)
         record = {} if validation_rows is None else {"conversations": len(validation_rows)}
         done = best.save(models, out, config.steps, record)

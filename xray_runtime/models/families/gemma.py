@@ -1,4 +1,4 @@
-"""Gemma, and the text models of Gemma 3 and 4. Gemma 2 caps attention scores, which none of our attentions does."""
+"""Gemma, and the text models of Gemma 3 and 4."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.cluster.protocols import Ready
 from xray_runtime.cluster.whole_model import WholeModel
 from xray_runtime.engines.capabilities import Transport
@@ -88,24 +89,18 @@ class Policy:
 
 
 @pytest.mark.parametrize(
-    ("trained", "why"),
-    [
-        (None, "the policy is split over tensor-parallel or pipeline-parallel ranks, and only its first rank sends"),
-        (
-            {"layers.0.q_proj.weight", "layers.0.v_proj.weight"},
-            "layers.0.k_proj.weight is not trained, but the generator holds it in one layer with weights that are",
-        ),
-    ],
-    ids=["pipeline", "LoRA on q and v"],
+    "trained", [None, {"layers.0.q_proj.weight", "layers.0.v_proj.weight"}], ids=["pipeline", "LoRA on q and v"]
 )
-def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(trained: set[str] | None, why: str) -> None:
+def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(
+    trained: set[str] | None, message_texts: Messages
+) -> None:
     policy: Any = Policy(trained)
     follower = Follower("auto")
     assert follower.follow(policy, 1) == "digest"
     # In shared memory, since both are on one machine, and in half precision, as vLLM holds them on a GPU.
     assert policy.calls == [(1, True, "bfloat16", True)]
     assert len(follower.loaded) == 1
-    with pytest.raises(ValueError, match=f"^runtime.weight_transfer: 'ipc' is not allowed: {why}; 'plasma' works$"):
+    with message_texts.raises(ValueError):
         Follower("ipc").follow(policy, 1)
 
 

@@ -48,7 +48,7 @@ class Judged(FakeModel):
     def do_load_checkpoint(self, directory: Path, version: int) -> None:
         assert (directory.name, version) == ("after", 1)
 
-    def do_score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def do_score(self, rows: TextBatch) -> Scores:
         if self.role.startswith(("rewards", "judges")):
             likes, cut = SAID[self.role.startswith("rewards")], rows.prompt_lengths
             texts = [self.tokenizer.decode(ids[n:]) for ids, n in zip(rows.input_ids, cut, strict=True)]
@@ -152,8 +152,8 @@ def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [float(calls + row) for row in range(len(replies))]
 
     class Rounds(Judged):
-        def do_score(self, rows: TextBatch, at_once: int = 1) -> Scores:
-            scores = super().do_score(rows, at_once)
+        def do_score(self, rows: TextBatch) -> Scores:
+            scores = super().do_score(rows)
             if "scores" not in scores:
                 return scores
             more = np.float32(1e-6) * (moody([], ["x"] * len(scores))[0])

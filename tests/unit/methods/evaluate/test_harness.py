@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.methods.evaluate.harness import CHOICE, REPLY
 from tests.unit.methods.ppo.fake_model import FakeModel
 from tests.unit.methods.stages import ran
@@ -155,44 +156,34 @@ def test_a_group_is_what_its_tasks_come_to(group: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("name", "text"),
     [
-        ("second.yaml", CHOICE.replace("parity", "second"), "must hold one task, or one group with all others; it has"),
-        ("second.yaml", CHOICE, "second.yaml has the same name as another: 'parity'"),
-        ("all.yaml", "group: all\ntask: [numbers, echo, mmlu]\n", "the group 'all' names 'mmlu', which is not a task"),
-        ("all.yaml", "group: all\ntask: [numbers, echo]\n", "the group 'all' must have an aggregate_metric_list"),
-        ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n", "`task` in all.yaml must name tasks"),
-        ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n", "`dataset_path` in all.yaml is not allowed"),
-        ("numbers.yaml", "group: numbers\ntask: [of_numbers, all]\n", "contains itself"),
-        ("echo_template", "include: echo.yaml\n", "echo_template includes itself"),
+        ("second.yaml", CHOICE.replace("parity", "second")),
+        ("second.yaml", CHOICE),
+        ("all.yaml", "group: all\ntask: [numbers, echo, mmlu]\n"),
+        ("all.yaml", "group: all\ntask: [numbers, echo]\n"),
+        ("all.yaml", "group: all\ntask: [{task: echo, dataset_path: x}]\n"),
+        ("all.yaml", "group: all\ntask: [echo]\ndataset_path: x\n"),
+        ("numbers.yaml", "group: numbers\ntask: [of_numbers, all]\n"),
+        ("echo_template", "include: echo.yaml\n"),
     ],
 )
-def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str, reason: str) -> None:
+def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str, message_texts: Messages) -> None:
     (group / "task" / name).write_text(text)
-    with pytest.raises(ValueError, match=r"^x\.task: ") as caught:
+    with message_texts.raises(ValueError):
         read_tasks(group / "task", "x.task")
-    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (
-            CHOICE.replace("json\n", "hails/mmlu\n"),
-            "dataset_path 'hails/mmlu' in task.yaml is not",
-        ),
-        (
-            CHOICE + "process_docs: !function utils.clean\n",
-            "task.yaml cannot be read (could not",
-        ),
+        (CHOICE.replace("json\n", "hails/mmlu\n"), "dataset_path 'hails/mmlu' in task.yaml is not"),
+        (CHOICE + "process_docs: !function utils.clean\n", "task.yaml cannot be read (could not"),
         (CHOICE.replace("questions.jsonl", "https://host/x.jsonl"), "data file 'https://host/x.jsonl' is not in"),
         (CHOICE + "include: ../other.yaml\n", "included file '../other.yaml' is not in"),
         (CHOICE + "class: tests.Task\n", "`class` in task.yaml is not allowed"),
         (CHOICE.replace("task: parity", ""), "task.yaml must name its `task`"),
-        (
-            CHOICE.replace("{data_files", "{trust_remote_code: true, data_files"),
-            "must have data_files and nothing",
-        ),
+        (CHOICE.replace("{data_files", "{trust_remote_code: true, data_files"), "must have data_files and nothing"),
     ],
 )
 def test_incomplete_tasks_are_refused(task: str, reason: str, root: Path) -> None:

@@ -19,10 +19,11 @@ import pytest
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle, Ready
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.kernel.store.shared import SharedFolder
@@ -93,7 +94,7 @@ class World:
     """Role → how many rows it scored."""
     seeds: list[int] = field(default_factory=list)
     """Of the replies, in order."""
-    shares: list[int] = field(default_factory=list)
+    shares: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of each `score` and `train`: among how many models the threads are shared."""
     approx_kl: Callable[[int], float] = lambda update: 0.0
     """Number of the update → mean KL a token to the rollout's policy that the policy reports."""
@@ -101,6 +102,8 @@ class World:
     """How much its log-probabilities differ from the policy's."""
     surer_by: float = 0.0
     """What a minibatch step adds to the policy's log-probabilities, and a sync to the generator's."""
+    updates_in_files: int = 0
+    """Number of updates of the policy that is read from files."""
 
 
 def logprob(tokens: np.ndarray) -> np.ndarray:
@@ -134,6 +137,7 @@ class PPOModel:
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
         self.load_state = Method(self, "load_state", self._load)
+        self.load_checkpoint = Method(self, "load_checkpoint", self._load_checkpoint)
         self.sleep = Method(self, "sleep", lambda synced_next=False: self._note("drop" if synced_next else "sleep"))
         self.wake_up = Method(self, "wake_up", lambda: self._note("wake_up"))
         self.load_weights = Method(self, "load_weights", lambda update: pytest.fail("PPO syncs by `follow`"))
@@ -151,6 +155,10 @@ class PPOModel:
         self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
         return f"{self.updates} steps, {self.surer:g}"
 
+    def _load_checkpoint(self, directory: Path, version: int) -> None:
+        self._note(f"load_checkpoint {directory.name}")
+        self.version, self.updates = version, self.world.updates_in_files
+
     def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         probe = len(rows) != REPLIES
         self._note(f"{'probe' if probe else 'generate'} {version}")
@@ -161,9 +169,8 @@ class PPOModel:
         ended = np.ones(len(tokens), bool)
         return ReplyBatch(response_ids=tokens, rollout_logprobs=Ragged(logprobs, tokens.offsets), ended=ended)
 
-    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def _score(self, rows: TextBatch) -> Scores:
         self._note("score")
-        self.world.shares.append(at_once)
         self.world.scored[self.role] += len(rows)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
@@ -177,26 +184,23 @@ class PPOModel:
             return values
         return (values if self.world.value_head else Scores()).with_columns(logprobs=logprobs)
 
-    def _reference(self, rows: TextBatch, at_once: int = 1) -> Scores:
+    def _reference(self, rows: TextBatch) -> Scores:
         self._note("with its adapters off")
         return self._of_reference(self._logprobs(rows))
 
     def _of_reference(self, logprobs: Ragged) -> Scores:
         return Scores(ref_logprobs=Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets))
 
-    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self._note("train")
-        self.world.shares.append(at_once)
         self.world.batches.append((self.role, rows, totals, lr))
         kl = self.world.approx_kl(self.updates) * totals.tokens
-        logprobs = self._logprobs(rows)
         self.updates += 1
         values = {"value_loss": 1.0, "value_clip_count": 0.0}
         if self.role == "critic":
-            return StepAnswer(values | {"grad_norm": 3.0}, Scores())
+            return values | {"grad_norm": 3.0}
         counts = dict.fromkeys(("policy_loss", "entropy_sum", "clip_count", "dual_clip_count"), 1.0)
-        sums = counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
-        return StepAnswer(sums, Scores() if "old_logprobs" in rows else Scores(old_logprobs=logprobs))
+        return counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
 
     def _logprobs(self, rows: TextBatch) -> Ragged:
         """The policy's."""
@@ -255,6 +259,8 @@ def attempt(
             "max_new_tokens": MAX_NEW_TOKENS,
             "rewards": [reward_term(model="rewards.0")],
             "kl": KLConfig(coef=0.1, target=2.0, horizon=8.0),
+            # Without models of its own, so that it need not read what was written.
+            "generator": GeneratorConfig(engine="transformers"),
         }
         | fields
     )
@@ -263,6 +269,9 @@ def attempt(
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
+        for role, spec in specs.items():
+            if role != "generator":
+                world.shares[role] = spec.scoring_at_once, spec.training_at_once
         yield {role: model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
 
     out.mkdir()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
@@ -73,8 +75,41 @@ def played(
     return world, recorder, read_shard(shard_path(out / "ledger", 0)).table
 
 
-def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOInputs, tmp_path: Path) -> None:
-    world, recorder, table = played(inputs, tmp_path / "out")
+@dataclass(frozen=True)
+class Whole:
+    """A stage that was played to its end, which tests only read."""
+
+    out: Path
+    kept: Path
+    world: World
+    recorder: FakeRecorder
+    table: Any
+
+
+def whole_of(inputs: PPOInputs, root: Path, agent: str = "two_turns", **fields: Any) -> Whole:
+    (root / "kept").mkdir()
+    return Whole(root / "out", root / "kept", *played(inputs, root / "out", agent, kept=root / "kept", **fields))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return whole_of(inputs, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def failing(inputs: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Six of ten agents fail."""
+    return whole_of(inputs, tmp_path_factory.mktemp("failing"), "by_number", prompts_per_iteration=10, max_failed=0.9)
+
+
+def published(inputs: PPOInputs, whole: Whole, to: Path) -> Path:
+    """A copy of what a stage wrote, with the policy's files."""
+    shutil.copytree(inputs.policy.path, to)
+    return Path(shutil.copytree(whole.out, to, dirs_exist_ok=True))
+
+
+def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(whole: Whole) -> None:
+    world, recorder, table = whole.world, whole.recorder, whole.table
     assert len(table) == 4
     records = [json.loads(text) for text in table["answers"].to_pylist()]
     rewards = table["score/environment"].to_pylist()
@@ -124,25 +159,23 @@ def test_a_split_into_branches_is_undone() -> None:
     assert len(set(split.rows.id.tolist())) == 3
     logprobs = Ragged.of([[0.1, 0.2, 0.3], [0.4], [0.5]], np.float32)
     merged = split.merged(Scores(logprobs=logprobs, final_values=np.array([1.0, 2.0, 3.0])))
-    assert [row.tolist() for row in merged.logprobs] == [
-        pytest.approx([0.1, 0.2, 0.3, 0.4]),
-        pytest.approx([0.5]),
-    ]
+    assert [row.tolist() for row in merged.logprobs] == [pytest.approx([0.1, 0.2, 0.3, 0.4]), pytest.approx([0.5])]
     assert merged.final_values.tolist() == [2.0, 3.0]
     assert [length for _, length in decoded_branches(branches.values[:9])] == [3, 1]
 
 
-def test_a_run_again_reads_the_journal_and_gives_the_same_bytes(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_a_run_again_reads_the_journal_and_gives_the_same_bytes(
+    inputs: PPOInputs, tmp_path: Path, whole: Whole
+) -> None:
     """Of one that was killed after some calls: the ended episodes are read, the others run and are answered from it."""
     kept = tmp_path / "kept"
     kept.mkdir()
-    _, _, whole = played(inputs, tmp_path / "whole", kept=kept)
-    lines = (kept / ANSWERS).read_bytes().splitlines(keepends=True)
+    lines = (whole.kept / ANSWERS).read_bytes().splitlines(keepends=True)
     assert len(lines) == 4 * (3 + 1)
-    for count in (16, 9, 5, 2):
+    for count in (16, 6):
         (kept / ANSWERS).write_bytes(b"".join(lines[:count]))
         world, _, again = played(inputs, tmp_path / f"after-{count}", kept=kept)
-        assert again.equals(whole)
+        assert again.equals(whole.table)
         assert len(world.seeds) == 12 - sum(b'"call"' in line for line in lines[:count])
 
 
@@ -163,28 +196,23 @@ def test_calls_that_differ_from_the_journals_begin_the_episode_anew_or_fail(
     assert all(len(json.loads(text)["calls"]) == 1 for text in table["answers"].to_pylist())
 
 
-def test_a_replay_samples_again_and_needs_no_agent(
-    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, _, whole = played(inputs, tmp_path / "whole")
+def test_a_replay_samples_again_and_needs_no_agent(inputs: PPOInputs, tmp_path: Path, whole: Whole) -> None:
     kept = tmp_path / "replayed"
     kept.mkdir()
     config = PPOConfig(
         environment={"agent": f"{HERE}:two_turns"}, rewards=[], prompts_per_iteration=4, minibatch_size=2
     )
-    checkpoint = tmp_path / "whole"
-    for path in inputs.policy.path.iterdir():
-        (checkpoint / path.name).write_bytes(path.read_bytes())
+    checkpoint = published(inputs, whole, tmp_path / "whole")
     assert restore_recorded(checkpoint, config, 0, Journal(kept)) == ["environment"]
     world, _, replayed = played(inputs, tmp_path / "again", "is_gone", kept=kept)
-    assert replayed.equals(whole)
+    assert replayed.equals(whole.table)
     assert len(world.seeds) == 12
 
 
-@pytest.fixture
-def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:
+@pytest.fixture(scope="module")
+def validated(inputs: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
     """The same inputs, with two prompts to choose by."""
-    data = tmp_path / "data"
+    data = tmp_path_factory.mktemp("validated") / "data"
     shutil.copytree(inputs.prompts.path, data)
     rows = [Example(f"v{n}", "v", [{"role": "user", "content": f"validation {n}"}], "x") for n in range(2)]
     write_pairs(data / "validation.arrow", Example, rows)
@@ -194,17 +222,19 @@ def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:
 VALIDATED: dict[str, Any] = {"iterations": 2, "validation": {"every": 1, "num_prompts": 2}, "ends_with_last": False}
 
 
-def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: Path) -> None:
-    checkpoint, kept = tmp_path / "whole", tmp_path / "replayed"
-    played(validated, checkpoint, **VALIDATED)
+@pytest.fixture(scope="module")
+def looked_at(validated: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return whole_of(validated, tmp_path_factory.mktemp("looked-at"), **VALIDATED)
+
+
+def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: Path, looked_at: Whole) -> None:
+    checkpoint, kept = published(validated, looked_at, tmp_path / "whole"), tmp_path / "replayed"
     rollouts = Counter(rollout for rollout, _ in read_episodes(checkpoint / EPISODES))
     assert rollouts == {"validation-0-0": 2, "validation-0-1": 2, "validation-0-2": 2}
     kept.mkdir()
     config = PPOConfig(
         environment={"agent": f"{HERE}:two_turns"}, rewards=[], prompts_per_iteration=4, minibatch_size=2
     )
-    for path in validated.policy.path.iterdir():
-        (checkpoint / path.name).write_bytes(path.read_bytes())
     journal = Journal(kept)
     assert restore_recorded(checkpoint, config, 1, journal) == ["environment"]
     played(validated, tmp_path / "again", "is_gone", kept=kept, **VALIDATED)
@@ -215,18 +245,20 @@ def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: 
         restore_recorded(checkpoint, config, 1, journal)
 
 
-def test_a_resumed_stage_keeps_the_validations_before_its_snapshot(validated: PPOInputs, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    _, recorder, _ = played(validated, tmp_path / "whole", kept=kept, **VALIDATED)
-    world, _, _ = played(validated, tmp_path / "resumed", kept=kept, newest=recorder.snapshots[0], **VALIDATED)
+def test_a_resumed_stage_keeps_the_validations_before_its_snapshot(
+    validated: PPOInputs, tmp_path: Path, looked_at: Whole
+) -> None:
+    kept, newest = shutil.copytree(looked_at.kept, tmp_path / "kept"), deepcopy(looked_at.recorder.snapshots[0])
+    world, _, _ = played(validated, tmp_path / "resumed", kept=kept, newest=newest, **VALIDATED)
     assert world.seeds == []
-    assert (tmp_path / "resumed" / EPISODES).read_bytes() == (tmp_path / "whole" / EPISODES).read_bytes()
+    assert (tmp_path / "resumed" / EPISODES).read_bytes() == (looked_at.out / EPISODES).read_bytes()
 
 
 def test_hashed_tokens_are_not_kept_as_episodes_either(validated: PPOInputs, tmp_path: Path) -> None:
-    (validated.prompts.path / "manifest.json").write_text("{}")
-    played(validated, tmp_path / "out", ledger={"tokens": "hashed"}, **VALIDATED)
+    data = Path(shutil.copytree(validated.prompts.path, tmp_path / "data"))
+    (data / "manifest.json").write_text("{}")
+    hashed = VALIDATED | {"iterations": 1, "ledger": {"tokens": "hashed"}}
+    played(replace(validated, prompts=Dataset(data)), tmp_path / "out", **hashed)
     assert not (tmp_path / "out" / EPISODES).exists()
 
 
@@ -276,8 +308,8 @@ def test_the_best_of_an_agents_episodes_becomes_data(inputs: PPOInputs, tmp_path
         assert len(first.response + paid.response) in rewards.max(1)
 
 
-def test_a_row_is_shown_as_a_conversation_with_its_branches(inputs: PPOInputs, tmp_path: Path) -> None:
-    world, _, table = played(inputs, tmp_path / "out")
+def test_a_row_is_shown_as_a_conversation_with_its_branches(whole: Whole, failing: Whole) -> None:
+    world, table = whole.world, whole.table
     row = next(readable(table, world.tokenizer))  # type: ignore[attr-defined]
     assert [(call["call"], call["after"], call["branch"]) for call in row["calls"]] == [
         (1, None, False),
@@ -295,13 +327,12 @@ def test_a_row_is_shown_as_a_conversation_with_its_branches(inputs: PPOInputs, t
     assert lines[2] == f"  policy: {first['reply']}"
     assert lines[6] == f"call 3 after call 1, a branch (seed {third['seed']}, version 0)"
     assert lines[-1] == f"reward {record['reward']:g}; branches 1; calls 3"
-    _, _, table = played(inputs, tmp_path / "failed", "by_number", prompts_per_iteration=10, max_failed=0.9)
-    shown = [one["reply"] for one in readable(table, world.tokenizer)]  # type: ignore[attr-defined]
+    shown = [one["reply"] for one in readable(failing.table, world.tokenizer)]  # type: ignore[attr-defined]
     assert sum("failed, broke: it raised OSError: the page is gone" in text for text in shown) == 2
 
 
-def test_failures_have_no_reward_and_are_counted_by_sort(inputs: PPOInputs, tmp_path: Path) -> None:
-    _, recorder, table = played(inputs, tmp_path / "out", "by_number", prompts_per_iteration=10, max_failed=0.9)
+def test_failures_have_no_reward_and_are_counted_by_sort(failing: Whole) -> None:
+    recorder, table = failing.recorder, failing.table
     whys = table["failure/environment"].to_pylist()
     assert sorted(why for why in whys if why) == [
         *["broke: it raised OSError: the page is gone"] * 2,
@@ -367,20 +398,19 @@ def test_a_worker_that_dies_is_infrastructure_and_no_reward(
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
+    "environment",
     [
-        ({"agent": "a:b", "url": "http://h"}, "exactly one of agent, command and url must be set, not agent and url"),
-        ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out with url: X-ray does not start it"),
-        ({"agent": "a:b", "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
-        ({"command": ["a"], "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
-        ({"agent": "a:b", "max_turns": 3}, "max_turns"),
-        ({"agent": "a:b", "max_tokens": 2}, "max_tokens = 2 must be at least max_new_tokens = 16"),
+        {"agent": "a:b", "url": "http://h"},
+        {"url": "http://h", "venv": "v"},
+        {"agent": "a:b", "sandbox": "http://h", "venv": "v"},
+        {"command": ["a"], "sandbox": "http://h", "venv": "v"},
+        {"agent": "a:b", "max_turns": 3},
+        {"agent": "a:b", "max_tokens": 2},
     ],
 )
-def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as error:
+def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         validate_as(PPOConfig, {"environment": environment}, "ppo")
-    assert "\n" not in str(error.value)
 
 
 def test_metrics_sum_over_episodes() -> None:

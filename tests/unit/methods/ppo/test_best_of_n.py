@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import xray
+from tests.message_texts import Messages
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle, Ready
 from xray_runtime.cluster.stage import Stage
@@ -157,30 +158,21 @@ def test_a_function_of_any_name_has_metrics(root: Path, body: Any, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("fields", "function", "why"),
+    ("fields", "function"),
     [
-        (
-            {},
-            lambda replies, answer: [1.0] * len(replies),
-            r"rewards\.0\.function .*takes 'answer', which is not a column",
-        ),
-        ({}, lambda a, b: [1.0] * len(b), r"rewards\.0\.function .*must take the replies"),
-        ({"gold": "no_such:f"}, letter, "gold"),
-        (
-            {"rewards": [reward_term(verifier={"kind": "math", "column": "a"})]},
-            letter,
-            r"verifier\.column: 'a' is not a",
-        ),
+        ({}, lambda replies, answer: [1.0] * len(replies)),
+        ({}, lambda a, b: [1.0] * len(b)),
+        ({"gold": "no_such:f"}, letter),
+        ({"rewards": [reward_term(verifier={"kind": "math", "column": "a"})]}, letter),
     ],
 )
 def test_rewards_that_cannot_score_are_refused_before_sampling(
-    root: Path, fields: dict[str, Any], function: Any, why: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, fields: dict[str, Any], function: Any, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
 ) -> None:
     monkeypatch.setattr(FakeGenerator, "remote", lambda *_: pytest.fail("sampled"))
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "no_such")
-    with pytest.raises(ValueError, match=why) as caught:
+    with message_texts.raises(ValueError):
         attempt(root, "out", function=function, **fields)
-    assert "\n" not in str(caught.value)
 
 
 def test_cut_replies_are_not_kept_unless_asked_for(root: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, logprob
@@ -137,30 +138,29 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
     entries = [json.loads(line) for line in lines]
     # Killed in the third iteration; the newest snapshot is after the first.
     [end] = [n for n, entry in enumerate(entries) if "groups" in entry and entry["step"] == 2]
-    for number, count in enumerate((end + 1, end + 4)):
-        (kept / ANSWERS).write_bytes(b"".join(lines[:count]))
-        out = tmp_path / f"resumed-{number}"
-        trained(inputs, out, versions, kept, newest=deepcopy(recorder.snapshots[0]))
-        before, after = shards(tmp_path / "whole"), shards(out)
-        assert after[:3] == before[:3]
-        # A call that was journaled is in the run that goes on as it was, whichever iteration it is in.
-        journaled = {e["call"]["key"]: e["call"] for e in entries[:count] if "call" in e}
-        again = {call["key"]: call for rows in after for record in records(rows) for call in record["calls"]}
-        assert journaled.keys() <= again.keys()
-        assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "version"))
-        assert len(again) == ITERATIONS * REPLIES * 2
+    (kept / ANSWERS).write_bytes(b"".join(lines[: end + 4]))
+    out = tmp_path / "resumed"
+    trained(inputs, out, versions, kept, newest=deepcopy(recorder.snapshots[0]))
+    before, after = shards(tmp_path / "whole"), shards(out)
+    assert after[:3] == before[:3]
+    # A call that was journaled is in the run that goes on as it was, whichever iteration it is in.
+    journaled = {e["call"]["key"]: e["call"] for e in entries[: end + 4] if "call" in e}
+    again = {call["key"]: call for rows in after for record in records(rows) for call in record["calls"]}
+    assert journaled.keys() <= again.keys()
+    assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "version"))
+    assert len(again) == ITERATIONS * REPLIES * 2
 
-        for path in inputs.policy.path.iterdir():
-            (out / path.name).write_bytes(path.read_bytes())
-        replayed = tmp_path / f"kept-{number}"
-        replayed.mkdir()
-        config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
-        restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
-        assert restored == ["environment"]
-        trained(inputs, tmp_path / f"replayed-{number}", versions, replayed, agent="is_gone")
-        for iteration in range(ITERATIONS):
-            shard = shard_path(Path("ledger"), iteration)
-            assert (tmp_path / f"replayed-{number}" / shard).read_bytes() == (out / shard).read_bytes()
+    for path in inputs.policy.path.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    replayed = tmp_path / "replayed-kept"
+    replayed.mkdir()
+    config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
+    restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
+    assert restored == ["environment"]
+    trained(inputs, tmp_path / "replayed", versions, replayed, agent="is_gone")
+    for iteration in range(ITERATIONS):
+        shard = shard_path(Path("ledger"), iteration)
+        assert (tmp_path / "replayed" / shard).read_bytes() == (out / shard).read_bytes()
 
 
 def test_an_episode_over_the_bound_begins_anew(inputs: PPOInputs, tmp_path: Path, versions: Path) -> None:
@@ -198,15 +198,7 @@ def test_an_episode_that_ended_begins_anew_when_its_group_is_complete_too_late(
     assert all(iteration - 1 <= call["version"] for call in record["calls"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"lag": 0}, "in_flight_updates = True must be False with lag = 0"),
-        ({"environment": None}, "in_flight_updates = True must be False without an agent: set environment to one"),
-        ({"environment": {"path": "a:b"}}, "in_flight_updates = True must be False without an agent"),
-    ],
-)
-def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as error:
+@pytest.mark.parametrize("fields", [{"lag": 0}, {"environment": None}, {"environment": {"path": "a:b"}}])
+def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         validate_as(PPOConfig, options(**fields), "ppo")
-    assert "\n" not in str(error.value)

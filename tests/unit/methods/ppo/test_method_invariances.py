@@ -76,9 +76,7 @@ class Setting:
         """Of the policy's loss, summed over micro-batches, all weights in one vector."""
         self.module.zero_grad()
         for part in parts or [range(len(rows))]:
-            loss, _, _ = training_loss(
-                self.module, PPOObjective(self.config), as_tensors(rows.take(list(part))), totals
-            )
+            loss, _ = training_loss(self.module, PPOObjective(self.config), as_tensors(rows.take(list(part))), totals)
             loss.backward()
         found = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
         return torch.cat(found).clone()

@@ -18,6 +18,7 @@ from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, World, attempt, logp
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import Ready, get, get_all
 from xray_runtime.data.batch import StepTotals, TextBatch
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.methods.common.inputs import PPOInputs
@@ -38,7 +39,16 @@ def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:
     ]
     assert len(set(world.seeds)) == 2 * REPLIES
     # Three models score at the same time; one learns alone.
-    assert world.shares == [3, 3, 3, 1, 1] * 2
+    assert world.shares == {"policy": (3, 1), "reference": (3, 1), "rewards.0": (3, 1)}
+
+
+def test_a_generator_with_models_of_its_own_reads_what_was_published(inputs: PPOInputs, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"generator": GeneratorConfig(), "max_mismatch": 0.05}
+    world = World(surer_by=0.1, updates_in_files=4)
+    attempt(inputs, tmp_path / "out", world, **fields)
+    assert world.calls[-4:] == ["policy save out", "generator load_checkpoint out", "generator probe 3", "policy score"]
+    with pytest.raises(RuntimeError, match=r"^generator and trainer differ by 0\.1 nats per token"):
+        attempt(inputs, tmp_path / "other", World(surer_by=0.1, updates_in_files=3), **fields)
 
 
 @pytest.mark.parametrize("given", ["none", "the policy", "another"])
@@ -99,8 +109,8 @@ def test_the_order_of_calls_where_replies_are_sampled_beside_updates(inputs: PPO
     ]
     # Nothing is sampled twice, and no weights change while replies are sampled.
     assert len(set(world.seeds)) == 3 * REPLIES + 3 * PROBE_ROWS
-    # A probe is scored by the policy alone; the generator works beside all else.
-    assert world.shares == [1, 4, 4, 4, 2, 2] * 3
+    # The generator works beside all else.
+    assert world.shares["policy"] == (4, 2)
     assert [point["rollout/version"] for point in recorder.points] == [0, 0, 1]
     assert [point["rollout/lag"] for point in recorder.points] == [0, 1, 1]
 
@@ -130,7 +140,7 @@ def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_pat
         *["policy train", "critic train"] * 2,
         *["policy save out", "critic save critic"],
     ]
-    assert world.shares == [4, 4, 4, 4] + [2, 2] * 2
+    assert world.shares["policy"] == world.shares["critic"] == (4, 2)
     for policy, critic in zip(world.batches[::2], world.batches[1::2], strict=True):
         np.testing.assert_equal(plain(policy)[1:3], plain(critic)[1:3])
         # Each by its own peak, at the same point of the schedule.

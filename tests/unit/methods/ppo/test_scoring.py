@@ -18,7 +18,6 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branches
 from xray_runtime.methods.common.sampling.scoring import Scorer, own_texts
-from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.config import reward_term
 
@@ -38,24 +37,19 @@ class Policy(FakeModel):
     def __init__(self) -> None:
         self.given = list[TextBatch]()
 
-    def do_score(self, rows: TextBatch, at_once: int) -> Scores:
+    def do_score(self, rows: TextBatch) -> Scores:
         self.given.append(rows)
         # In the last bits rows alike may differ; here by more.
         logprobs = Ragged.of([[-1.0]] * 4, np.float32)
         rewards = np.array([1.0, 2.0, 1.5, 1.25], np.float32)
         return Scores(logprobs=logprobs, ref_logprobs=logprobs, others={"rewards.0": rewards})
 
-    def do_trunk(self, rows: TextBatch, at_once: int) -> Scores:
-        """Of each token the token."""
-        ids = rows.input_ids
-        return Scores(trunk=Ragged(ids.values[:, None], ids.offsets))
-
 
 class Critic(FakeModel):
     def __init__(self) -> None:
         self.given = list[TextBatch]()
 
-    def do_score(self, rows: TextBatch, at_once: int) -> Scores:
+    def do_score(self, rows: TextBatch) -> Scores:
         self.given.append(rows)
         return Scores(values=np.zeros(len(rows.id)))
 
@@ -75,8 +69,7 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
     models: dict[str, Any] = {"policy": policy, "critic": critic}
-    needs = PPOConfig(), rewards, tokenizer, (end,), prompts
-    scorer = Scorer(models, *needs, one_trunk=True)  # type: ignore[arg-type]
+    scorer = Scorer(models, rewards, tokenizer, (end,), prompts)  # type: ignore[arg-type]
     zeros = np.zeros(4, np.int64)
     rollout = Rollout(
         response_ids=Ragged.of(replies),
@@ -91,10 +84,9 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     assert given.added_ends.tolist() == [False, False, False, True]
     assert [ids.tolist() for ids in scored.text.input_ids] == [[5, 6, *reply] for reply in replies]
     assert given.id.tolist() == scored.text.id.tolist() == [8, 9, 10, 11]
-    # The critic reads what was sampled, with the states that the policy's trunk gave those tokens.
+    # The critic reads what was sampled.
     [seen] = critic.given
     assert [ids.tolist() for ids in seen.input_ids] == [[5, 6, *reply] for reply in replies]
-    assert [states[:, 0].tolist() for states in seen.trunk] == [[5, 6, *reply] for reply in replies]
     assert told == [("be brief\nquestion", "an", ASKED, 3)] * 4
     # Alike are rows whose whole tokens are, not those that read the same.
     assert scored.sources.values["rewards.0"].tolist() == [1.0, 2.0, 1.0, 1.0]

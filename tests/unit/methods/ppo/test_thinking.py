@@ -39,10 +39,10 @@ class Thinking(PPOModel):
             ended=ended,
         )
 
-    def _score(self, rows: Any, at_once: int = 1) -> Any:
+    def _score(self, rows: Any) -> Any:
         if self.role == "rewards.0":
             READ.append(rows)
-        return super()._score(rows, at_once)
+        return super()._score(rows)
 
 
 def test_each_reads_its_part(inputs: PPOInputs, tmp_path: Path) -> None:

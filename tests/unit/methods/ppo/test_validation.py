@@ -170,8 +170,8 @@ def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_
 class OnTrunk(Saving):
     """A policy that holds reference and reward model too."""
 
-    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
-        found = super()._score(rows, at_once)
+    def _score(self, rows: TextBatch) -> Scores:
+        found = super()._score(rows)
         below = Ragged(found.logprobs.values - np.float32(KL_PER_TOKEN), found.logprobs.offsets)
         return found.with_columns(ref_logprobs=below, **{"rewards.0": (words(rows) % 5).astype(np.float32)})
 

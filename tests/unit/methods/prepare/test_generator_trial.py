@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.health import WorkhorseError
 from xray_runtime.cluster.protocols import Ready
@@ -86,23 +87,20 @@ def test_a_generator_that_computes_the_model_passes(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("off_by", "error", "reason"),
+    ("off_by", "error"),
     [
-        (0.02, None, "its log-probabilities differ from transformers' by 0.02 nats a token (at most 0.0001)"),
-        (float("nan"), None, "differ from transformers' by nan nats"),
-        (0.0, AssertionError("Chunked prefill is required\nfor mamba"), "it fails (AssertionError: Chunked prefill is"),
-        (0.0, ValueError("Model architectures ['Own'] are not supported"), "it fails (ValueError: Model architectures"),
-        (0.0, NotImplementedError(), "it fails (NotImplementedError: NotImplementedError)"),
+        (0.02, None),
+        (float("nan"), None),
+        (0.0, AssertionError("Chunked prefill is required\nfor mamba")),
+        (0.0, ValueError("Model architectures ['Own'] are not supported")),
+        (0.0, NotImplementedError()),
     ],
 )
 def test_a_generator_that_does_not_is_refused_in_one_line(
-    out: Path, off_by: float, error: Exception | None, reason: str
+    out: Path, off_by: float, error: Exception | None, message_texts: Messages
 ) -> None:
-    with pytest.raises(ValueError, match=r"^base\.generator: vllm is not allowed for 'org/model': ") as caught:
+    with message_texts.raises(ValueError):
         trial(out, opening(off_by, error))
-    assert reason in str(caught.value)
-    assert str(caught.value).endswith("; set generator.engine to 'deepspeed' or 'transformers'")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [WorkhorseError("died"), MemoryError("out of memory")])

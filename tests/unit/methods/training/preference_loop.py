@@ -18,7 +18,7 @@ from tests.unit.methods.ppo.fake_model import FakeModel
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import Scores, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -50,13 +50,13 @@ class Likelier(FakeModel):
         bias = -1.0 if self.name == "reference" else STEP * self.updates
         return Scores(reply_logprobs=(bias - tokens).astype(np.float32))
 
-    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self.world.calls.append(f"{self.name} learns")
         self.world.batches.append((rows, totals, lr))
         self.updates += 1
         names = ("loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs")
         sums = dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
-        return StepAnswer(sums, Scores())
+        return sums
 
     def do_save(self, directory: Path, head_file: str | None = None) -> None:
         self.world.calls.append(f"{self.name} saves")

@@ -15,7 +15,7 @@ import xray
 from tests.unit.methods.ppo.fake_model import FakeModel
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import Scores, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -39,9 +39,9 @@ class Learner(FakeModel):
         self.updates = 0
         self.scored: list[int] = []
 
-    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
+    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self.updates += 1
-        return StepAnswer({"nll": totals.tokens, "grad_norm": 1.0}, Scores())
+        return {"nll": totals.tokens, "grad_norm": 1.0}
 
     def do_score(self, rows: TextBatch) -> Scores:
         self.scored.append(len(rows))

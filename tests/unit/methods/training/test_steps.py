@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.models.tensors import batch
-from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.columns import STATISTICS
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
@@ -59,12 +59,12 @@ def test_objectives_return_the_sums_that_are_named(
 ) -> None:
     objective, head, expected = OBJECTIVES[role]
     module = HeadedLM(make_lm(1), scalar_head=head).double()
-    loss, sums, _ = training_loss(module, objective, batch(rows_of(role, as_rows)), TOTALS)
+    loss, sums = training_loss(module, objective, batch(rows_of(role, as_rows)), TOTALS)
     assert loss.isfinite()
     assert sums.keys() == expected
     assert expected <= {column.name for column in STATISTICS}
     numbers = {name: float(value) for name, value in sums.items()}
-    assert read_step(StepAnswer(numbers | {"grad_norm": 1.5}, Scores())) == StepStatistics(numbers, 1.5)
+    assert read_step(numbers | {"grad_norm": 1.5}) == StepStatistics(numbers, 1.5)
 
 
 def test_a_steps_totals_count_rows_and_the_tokens_of_their_replies() -> None:
@@ -77,7 +77,7 @@ def test_a_steps_totals_count_rows_and_the_tokens_of_their_replies() -> None:
 def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
     sums = {"policy_loss": math.nan, "entropy_sum": 1.0, "clip_count": math.inf, "dual_clip_count": 0.0}
     sums |= {"approx_kl_sum": 0.0, "grad_norm": math.nan, "refused_by": 3.0}
-    read = read_step(StepAnswer(sums, Scores()))
+    read = read_step(sums)
     assert [name for name, _ in read.non_finite()] == ["clip_count", "policy_loss"]
     assert read.refused_by == 3
     assert list(StepStatistics({"nll": 1.0}, math.inf).non_finite()) == []

@@ -33,7 +33,7 @@ Judge = Callable[..., Score]
 
 @pytest.mark.parametrize("name", VERDICT)
 def test_a_reply_that_is_wrong_does_not_pass(name: str, judge: Judge) -> None:
-    found = judge(VERDICT[name], WRONG, limit_s=2.0)
+    found = judge(VERDICT[name], WRONG, limit_s=1.0)
     assert (found.value, bool(found.why)) == (0.0, True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -14,12 +14,11 @@ import torch
 
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
-from xray_runtime.cluster.protocols import ModelHandle, get, get_all
+from xray_runtime.cluster.protocols import ModelHandle, get_all
 from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.columnar import ColumnBatch
-from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.methods.common.sampling.agent_rows import decoded_branches, split_branches
 from xray_runtime.rewards.reward_reader import answer_rows
@@ -27,7 +26,6 @@ from xray_runtime.rewards.source import Score, failure
 
 if TYPE_CHECKING:
     from xray_runtime.methods.common.training.prompts import UniquePrompts
-    from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
@@ -149,26 +147,21 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
-        scored_before: (rows, iteration) → those of a rollout that the policy scores; None: all.
-        one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
         own_reference: the reference is the policy with its adapters off.
     """
 
     def __init__(
         self,
         models: Mapping[str, ModelHandle],
-        config: PPOConfig,
         rewards: RewardSources,
         tokenizer: Any,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
-        scored_before: Callable[[TextBatch, int], np.ndarray] | None = None,
-        one_trunk: bool = False,
         own_reference: bool = False,
     ) -> None:
-        self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
+        self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._scored_before, self._own_reference = scored_before, own_reference
+        self._own_reference = own_reference
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -183,17 +176,10 @@ class Scorer:
         read = whole if rollout.are_episodes else answer_rows(self._tokenizer, messages, replies, whole)
         branches = rollout.branches if "branches" in rollout else None
         rows, merged = split_branches(text, branches)
-        inputs, scored = self._inputs(rows, whole), np.arange(len(ids))
-        if branches is None and self._scored_before is not None:
-            scored = self._scored_before(rows, iteration)
-            inputs |= {"policy": rows.take(scored)}
-        if not len(scored):
-            del inputs["policy"]
-        # With a lag, the generator works at the same time.
-        at_once = len(inputs) + len(rewards.roles) + bool(self._config.lag)
-        calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
+        inputs = self._inputs(rows, whole)
+        calls = [models[role].score.remote(rows) for role, rows in inputs.items()]
         if self._own_reference:
-            calls.append(models["policy"].reference.remote(rows, at_once))
+            calls.append(models["policy"].reference.remote(rows))
         # Reward models that are branches of the policy have scored whole replies with it.
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
@@ -204,11 +190,10 @@ class Scorer:
                 found = found.with_columns(**merged(answer).columns())
             for answer in get_all(again):
                 found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
-            logprobs = found.logprobs if "logprobs" in found else Ragged.of([], np.float32)
-            return found.with_columns(logprobs=logprobs.spread(scored, len(ids)))
+            return found
 
         sources = rewards.scores(
-            rewards.requests(models, messages, replies, read, at_once),
+            rewards.requests(models, messages, replies, read),
             messages,
             replies,
             self._prompts.columns(prompts),
@@ -227,8 +212,4 @@ class Scorer:
         if self._rewards.branches:
             added_ends = rows.input_ids.lengths < whole.input_ids.lengths
             inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)
-        if self._one_trunk:
-            trunk_rows = TextBatch.of_columns(inputs["policy"].pick("input_ids", "prompt_lengths", "id"))
-            states = get(models["policy"].trunk.remote(trunk_rows, 1 + bool(self._config.lag))).trunk
-            inputs["critic"] = rows.with_columns(trunk=states.heads(rows.input_ids.lengths))
         return inputs

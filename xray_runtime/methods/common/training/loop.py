@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,8 +18,7 @@ from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics, TrainingRows
-from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -107,16 +105,3 @@ def training_loop(
         recorder.metrics(skipped.metrics(metrics), number)
         recorder.progress(number + 1, steps, "steps", method.summary(metrics))
         state.step_done(number + 1, steps)
-
-
-def training_rows(
-    stage: Stage[Any, Any],
-    model: ModelHandle,
-    start: Path,
-    dataset: Path,
-    rows: TrainingRows,
-    used: np.ndarray,
-    recorder: Recorder,
-) -> TrainingRows:
-    """`rows` as a stage trains on them, with what is computed once for all epochs; see `TrunkStates`."""
-    return TrunkStates(stage, start, dataset, rows, used, recorder).computed(model)

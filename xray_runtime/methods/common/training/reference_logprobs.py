@@ -19,9 +19,8 @@ from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.ragged import load_columns, save_columns
 from xray_runtime.data.replies import Replies
 from xray_runtime.kernel.store.derived import Derived
-from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.identity import digest, environment_digest, file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.common.training.computed import computed_key
 from xray_runtime.methods.common.training.trained_model import trained_model
 
 if TYPE_CHECKING:
@@ -42,15 +41,17 @@ class ReferenceLogprobs:
         self._parts, self._recorder = parts, recorder
         self.model: Path = (stage.inputs.reference or stage.inputs.policy).path
         """The checkpoint of the reference."""
-        key = computed_key(
-            stage,
+        content = {
+            "replies": {name: _content_digest(part) for name, part in parts.items()},
+            "reference": file_sha256(self.model / MANIFEST),
+            # The last bits depend on which replies are scored together, and on all that follows.
+            "chunk": CHUNK,
             # The reference has the policy's layout.
-            {"engine", "lora", "trainable_layers"},
-            replies={name: _digest(part) for name, part in parts.items()},
-            reference=file_sha256(self.model / MANIFEST),
-            # The last bits depend on which replies are scored together.
-            chunk=CHUNK,
-        )
+            "layout": stage.config.model_dump(mode="json", include={"engine", "lora", "trainable_layers"}),
+            "runtime": list(stage.runtime.in_keys().values()),
+            "software": environment_digest(),
+        }
+        key = digest(content)[:32]
         self._derived, self._name = Derived(dataset, stage.seal), f"reference-{key}{ENDING}"
 
     def load(self) -> dict[str, np.ndarray] | None:
@@ -96,13 +97,13 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     return {name: part for name, part in load_columns(path).items() if isinstance(part, np.ndarray)}
 
 
-def _digest(part: Replies) -> str:
-    digest = hashlib.sha256(str(part.size).encode())
+def _content_digest(part: Replies) -> str:
+    content = hashlib.sha256(str(part.size).encode())
     for numbers in _chunks(part.size):
         rows = part.take(numbers)
         for array in (rows.input_ids.values, rows.input_ids.offsets, rows.prompt_lengths):
-            digest.update(array.tobytes())
-    return digest.hexdigest()
+            content.update(array.tobytes())
+    return content.hexdigest()
 
 
 def _chunks(size: int) -> Iterator[np.ndarray]:

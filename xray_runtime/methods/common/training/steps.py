@@ -12,7 +12,7 @@ import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get_all
-from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.kernel.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class StepStatistics:
         return ((name, value) for name, value in sorted(self.sums.items()) if not math.isfinite(value))
 
 
-def read_step(answer: StepAnswer) -> StepStatistics:
+def read_step(answer: Mapping[str, float]) -> StepStatistics:
     """The result of `WholeModel.train`."""
-    sums = dict(answer.sums)
+    sums = dict(answer)
     norm, refused = sums.pop("grad_norm"), sums.pop("refused_by", None)
     computed = sums.pop("computed_tokens", 0.0)
     return StepStatistics(sums, norm, None if refused is None else int(refused), computed)
@@ -109,8 +109,6 @@ class Step:
     totals: StepTotals
     results: dict[str, StepStatistics]
     """By the role of the model."""
-    columns: Scores
-    """Given back by the first model."""
     taken: bool
     """False: a model skipped it."""
 
@@ -121,23 +119,17 @@ class Stepper:
     def __init__(self, stage: Stage[Any, Any], models: Sequence[Learning], steps: int, skipped: SkippedSteps) -> None:
         self._stage, self._models, self._steps, self._skipped = stage, models, steps, skipped
 
-    def step(self, number: int, rows: TextBatch, totals: StepTotals, at_once: int = 0) -> Step:
+    def step(self, number: int, rows: TextBatch, totals: StepTotals) -> Step:
         """Step `number`, from 0, of all models at the same time.
-
-        Args:
-            at_once: models besides these that work at the same time.
 
         Raises:
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
         rates = [learning_rate(self._stage.config, number, self._steps, peak=each.peak) for each in self._models]
-        share = len(self._models) + at_once
-        calls = [
-            each.model.train.remote(rows, totals, rate, share) for each, rate in zip(self._models, rates, strict=True)
-        ]
+        calls = [each.model.train.remote(rows, totals, rate) for each, rate in zip(self._models, rates, strict=True)]
         answers = get_all(calls)
         pairs = zip(self._models, answers, strict=True)
         results = {each.role: read_step(answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
         taken = [self._skipped.check_step(self._stage, role, number, found) for role, found in results.items()]
-        return Step(rates[0], totals, results, answers[0].scores, all(taken))
+        return Step(rates[0], totals, results, all(taken))
