@@ -80,7 +80,7 @@ def _beside(base: Path) -> dict[str, Any]:
         try:
             engine.weights.load(bad)
         except Exception as error:
-            found[name] = error.args[0]
+            found[name] = str(error)
         found[f"after {name}"] = replies(engine, 1)
     engine.weights.load(update(4))
     found["four"] = replies(engine, 4)
@@ -109,8 +109,8 @@ def test_an_adapter_beside_the_weights_is_the_merged_policy(
         assert same(found[after], found["one"]), after
     assert not same(found["four"], found["one"], 1e-3)
     assert same(found["again"], found["base"])
-    message_texts.check(found["unbound"], "unbound")
-    assert "checksum" in found["damaged"] or "unbound" in found
+    message_texts.check(found["unbound"])
+    message_texts.check(found["damaged"])
     # Rank 3 of a hidden size of 64: what is sent is smaller than the matrices that it changes.
     size = sum(t.nbytes for n, t in load_file(tiny_model / "model.safetensors").items() if "q_proj" in n or "mlp" in n)
     assert found["bytes"] < size / 2
