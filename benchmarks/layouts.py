@@ -33,6 +33,7 @@ from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.ops.planner.memory import Layout, Memory, Options, training_memory
 from xray_runtime.ops.planner.model_states import sharding_of
@@ -43,6 +44,7 @@ BASE = FreshBase(
 """4.7M parameters; each matrix has over 100,000 elements, since ZeRO-3 keeps smaller ones whole."""
 CONFIG = PPOStageConfig(lr=3e-4, grad_clip=0.5)
 MICRO_BATCH_TOKENS = 96
+LORA = {"rank": 16}
 NUM_BATCHES, NUM_ROWS = 5, 16
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},
@@ -53,7 +55,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"FSDP2 × {n}": {"library": "fsdp2", "num_workhorses": n} for n in (1, 2, 4)},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
+    "1 process, LoRA": {"lora": LORA},
+    "ZeRO-3 × 2, LoRA": {"lora": LORA, "zero_stage": 3, "num_workhorses": 2},
+    "FSDP2 × 2, LoRA": {"lora": LORA, "library": "fsdp2", "num_workhorses": 2},
+    "TP 2, LoRA": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
+    "PP 2, LoRA": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
 }
+"""Name → fields of the engine, and of `lora` where adapters are trained."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +164,10 @@ def updates(
 
 
 def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
-    engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, **layout)
-    return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
+    fields = {name: value for name, value in layout.items() if name != "lora"}
+    lora = LoRAConfig(**layout["lora"]) if "lora" in layout else None
+    training = {"engine": EngineConfig(micro_batch_tokens=micro_batch_tokens, **fields), "lora": lora}
+    return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update=training), new_head=True)
 
 
 def run_layout(spec: ModelSpec, batches: list[TextBatch], num_updates: int, logs: Path) -> Run:
@@ -202,7 +212,9 @@ def most_loading(learner: LoadedLearner, deal: Callable[[TextBatch], TextBatch])
 
 def predicted(model: Path, layout: dict[str, Any]) -> Memory:
     """The fullest rank, as the planner predicts it; of a trainer whose sharding it does not know as of the default."""
-    engine = EngineConfig(**layout)
+    training = spec_of(model, layout).training
+    assert training is not None
+    engine = training.engine
     sharding = engine.capabilities.sharding or sharding_of(EngineConfig.default)
     return training_memory(
         from_pretrained(PretrainedBase(model=str(model))),
@@ -215,12 +227,12 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         ),
         tokens=1,
         positions=1,
-        options=Options(sharding=sharding),
+        options=Options(sharding=sharding, lora_rank=None if training.lora is None else training.lora.rank),
     )
 
 
-def table(num_updates: int) -> str:
-    """The comparison of all layouts, in Markdown."""
+def table(num_updates: int, only: str = "") -> str:
+    """The comparison of the layouts whose names hold `only`, in Markdown."""
     lines = [
         "| layout | loss | gradient norm | weights | held, MB | predicted | loading, MB | predicted | s a step |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -230,9 +242,9 @@ def table(num_updates: int) -> str:
         model = make_model(root / "model")
         batches = global_batches(model)
         alone: Run | None = None
-        for name, layout in LAYOUTS.items():
+        for name, layout in ((name, layout) for name, layout in LAYOUTS.items() if only in name):
             run = run_layout(spec_of(model, layout), batches, num_updates, root / "logs")
-            alone = alone or run
+            alone = run if alone is None or name.startswith("1 process") else alone
             figures = " | ".join(f"{d:.1e}" if run is not alone else "–" for d in differences(run, alone))
             held = max(sum(rank.values()) for rank in run.held) / 1e6
             loading = max(run_ranks(spec_of(model, layout), root / "logs", most_loading, kind=LoadedLearner)) / 1e6
@@ -263,7 +275,8 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
+table. Adapters (LoRA of rank 16) are compared with those that one process trains. Seconds are of all the layout's
+processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """
@@ -275,8 +288,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--out", type=Path, help="also write the table, with its explanation, to this file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run the layouts whose names hold this")
     options = parser.parse_args()
-    rows = table(options.updates)
+    rows = table(options.updates, options.only)
     if options.out:
         options.out.write_text(
             TEXT.format(
