@@ -36,7 +36,14 @@ TINY = FreshBase(
 )
 
 
-RANKS = ("test_layouts.py", "test_megatron.py", "test_fsdp2.py", "test_options.py", "test_non_finite.py")
+RANKS = (
+    "test_adapters.py",
+    "test_layouts.py",
+    "test_megatron.py",
+    "test_fsdp2.py",
+    "test_options.py",
+    "test_non_finite.py",
+)
 """Tests of ranks that are forked from one process, which takes seconds to start."""
 
 

@@ -30,7 +30,7 @@ LORA, DORA = LoRAConfig(rank=4, alpha=16.0), LoRAConfig(rank=4, alpha=8.0, rslor
 ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (2, 3))
 TP, PP = {"tensor_parallel": 2, "num_workhorses": 2}, {"pipeline_parallel": 2, "num_workhorses": 2}
 ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1}
-FSDP2 = {"library": "fsdp2", "num_workhorses": 2}
+FSDP2 = {"library": "fsdp2", "num_workhorses": 2, "zero_stage": 2, "activation_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,24 @@ def test_the_layout_does_not_show(
     dealt = [scores.values for scores in references if scores is not None]
     found = np.sort(np.unique(np.round(np.concatenate(dealt), 4)))
     np.testing.assert_allclose(found, np.sort(np.unique(np.round(reference.values, 4))), atol=2e-4)
-    # A snapshot holds the adapters and the head alone, and going on from it gives the same bits.
-    keys = {key.partition("/")[2] for shard in read_shards(tmp_path / "snapshot") for key in shard.pieces}
+    goes_on_alike(spec, split, batches, tmp_path)
+
+
+def goes_on_alike(spec: ModelSpec, made: Run, batches: list[TextBatch], place: Path) -> None:
+    """A snapshot holds the adapters and the head alone, and going on from it gives the same bits."""
+    keys = {key.partition("/")[2] for shard in read_shards(place / "snapshot") for key in shard.pieces}
     assert all(".lora_" in key or key.endswith(".magnitude") or key.startswith("scalar.") for key in keys)
-    again = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, 3), tmp_path / "snapshot", None))
-    assert all(np.array_equal(again.weights[name], whole) for name, whole in split.weights.items())
+    again = collect(spec, run_ranks(spec, place, part, batches, range(2, 3), place / "snapshot", None))
+    assert all(np.array_equal(again.weights[name], whole) for name, whole in made.weights.items())
+
+
+def test_bfloat16_passes_step_float32_adapters(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
+    """What is published is merged in float32, of masters that bfloat16 does not hold."""
+    spec = adapted(tiny_model, LORA, ZERO_3 | {"precision": "bfloat16"})
+    made, adapters, _ = run(spec, batches, tmp_path)
+    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapters.values())
+    for name, weight in load_file(tiny_model / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            a, b = (adapters[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"] for side in "AB")
+            assert torch.equal(torch.from_numpy(made.weights[name]), weight + (b @ a) * 4.0)  # alpha / rank
+    goes_on_alike(spec, made, batches, tmp_path)
