@@ -3,8 +3,8 @@
     python -m benchmarks.families [--only gemma2 mamba …] [--again] [--out docs/families-table.md]
 
 Each row is a model of `family_recipes`, taken in by stage `base`, and then trained, sampled and published by the models
-that stages open, on a local Ray. Each cell's result is kept in `families.json`, so an interrupted run goes on where it
-was; `--again` forgets the results of the rows that it runs.
+that stages open, without Ray (`local_models`). Results are kept in `families.json`, so an interrupted run goes on at
+the row where it was; `--again` forgets the results of the rows that it runs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.family_recipes import OMIT, RECIPES, SIZES, model_type
+from benchmarks.local_models import LocalModels
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PairBatch, PolicyBatch, PromptBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -47,8 +48,7 @@ from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.pretrained_shapes import from_pretrained
 
 RESULTS = Path(__file__).with_name("families.json")
-RUN_ID = "families"
-RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.1)
+RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
 CELLS = ("base", "SFT", "GRPO", "files = transformers", "files = vLLM", "LoRA", "reward model", "plan")
 YES, NOT_RUN = "●", ""
 VOCABULARY = 320
@@ -66,6 +66,7 @@ class Row:
 
     name: str
     directory: Path
+    opener: LocalModels
     results: dict[str, str] = field(default_factory=dict)
     """Cell → `YES`, or the one line in its place."""
     engine: str = "vllm"
@@ -79,11 +80,9 @@ class Row:
     def published(self) -> Path:
         return self.directory / "published"
 
-    @contextlib.contextmanager
-    def models(self, **specs: ModelSpec | GeneratorSpec) -> Iterator[dict[str, Any]]:
+    def models(self, **specs: ModelSpec | GeneratorSpec) -> AbstractContextManager[dict[str, Any]]:
         """What a stage would open."""
-        with model_opener(RUNTIME, self.directory / "logs", RUN_ID)(specs) as models:
-            yield models
+        return self.opener(specs)
 
 
 def make_source(row: Row) -> Path:
@@ -124,8 +123,7 @@ def base(row: Row) -> str:
 def _base_stage(row: Row, source: Path, engine: str) -> None:
     row.base.mkdir()
     config = HubBase(model=str(source), generator=GeneratorConfig(engine=engine))  # type: ignore[call-arg]
-    opener = model_opener(RUNTIME, row.directory / "logs", RUN_ID)
-    stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=opener)
+    stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=row.opener)
     recorder: Any = SimpleNamespace(progress=lambda *_: None, metrics=lambda *_, **__: None)
     run_base(stage, row.base, recorder)
 
@@ -133,10 +131,10 @@ def _base_stage(row: Row, source: Path, engine: str) -> None:
 def texts(seed: int, count: int = 6, prompts: int = 3) -> TextBatch:
     """Random rows, some with the same prompt."""
     rng = np.random.default_rng(seed)
-    asked = [rng.integers(5, 300, size=rng.integers(3, 9)) for _ in range(prompts)]
+    asked = [rng.integers(5, 270, size=rng.integers(3, 9)) for _ in range(prompts)]
     return TextBatch.of(
         [asked[n % prompts] for n in range(count)],
-        [rng.integers(5, 300, size=rng.integers(2, 8)) for _ in range(count)],
+        [rng.integers(5, 270, size=rng.integers(2, 8)) for _ in range(count)],
     )
 
 
@@ -147,7 +145,7 @@ def sft(row: Row) -> str:
     policy = ModelSpec(row.base, SFTObjective(), training=SFTConfig(lr=LR))
     with row.models(policy=policy) as models:
         _check_falls([_step(models["policy"], texts(0), "nll", lambda t: t.tokens) for _ in range(STEPS)])
-        _get(models["policy"].save.remote(row.directory / "sft"))
+        get(models["policy"].save.remote(row.directory / "sft"))
     return YES
 
 
@@ -155,7 +153,7 @@ def grpo(row: Row) -> str:
     """Iterations of GRPO; the generator's log-probabilities are the trainer's, before and after each sync."""
     from xray_runtime.methods.ppo.objectives import PPOObjective
 
-    config = PPOStageConfig(lr=LR, temperature=1.0)
+    config = PPOStageConfig(method="grpo", lr=LR, temperature=1.0)
     specs = {
         "policy": ModelSpec(row.directory / "sft", PPOObjective(config), training=config),
         "generator": GeneratorSpec(row.directory / "sft", MAX_LENGTH, GeneratorConfig(engine=row.engine)),  # type: ignore[call-arg]
@@ -163,16 +161,18 @@ def grpo(row: Row) -> str:
     with row.models(**specs) as models:
         for version in range(ITERATIONS + 1):
             rows, sampled = _rollout(models["generator"], version)
-            found = _get(models["policy"].score.remote(rows)).logprobs
+            found = get(models["policy"].score.remote(rows)).logprobs
             _check_same(found.values, sampled, f"generator and trainer (version {version})")
             if version < ITERATIONS:
                 rng = np.random.default_rng(version)
                 advantages = found.like(np.repeat(rng.normal(size=len(rows)), found.lengths).astype(np.float32))
                 ones = found.like(np.ones(len(found.values), np.float32))
-                batch = rows.as_kind(PolicyBatch, old_logprobs=found, advantages=advantages, weights=ones)
+                batch = rows.as_kind(
+                    PolicyBatch, old_logprobs=found, ref_logprobs=found, advantages=advantages, weights=ones
+                )
                 _step(models["policy"], batch, "policy_loss", lambda t: t.tokens)
-                _get(models["generator"].follow.remote(models["policy"], version + 1))
-        _get(models["policy"].save.remote(row.published))
+                get(models["generator"].follow.remote(models["policy"], version + 1))
+        get(models["policy"].save.remote(row.published))
         np.savez(row.directory / "rows.npz", ids=rows.input_ids.values, offsets=rows.input_ids.offsets,
                  prompts=rows.prompt_lengths, logprobs=found.values)  # fmt: skip
     return YES if row.engine == "vllm" else f"{YES} ({row.engine})"
@@ -208,7 +208,7 @@ def by_vllm(row: Row) -> str:
     }
     with row.models(**specs) as models:
         rows, sampled = _rollout(models["generator"], 0)
-        _check_same(_get(models["scorer"].score.remote(rows)).ref_logprobs.values, sampled, "vLLM and trainer")
+        _check_same(get(models["scorer"].score.remote(rows)).ref_logprobs.values, sampled, "vLLM and trainer")
     return YES
 
 
@@ -219,7 +219,7 @@ def lora(row: Row) -> str:
     training = SFTConfig(lr=10 * LR, lora=LoRAConfig(rank=4))
     with row.models(policy=ModelSpec(row.base, SFTObjective(), training=training)) as models:
         _check_falls([_step(models["policy"], texts(0), "nll", lambda t: t.tokens) for _ in range(STEPS)])
-        _get(models["policy"].save.remote(row.directory / "lora"))
+        get(models["policy"].save.remote(row.directory / "lora"))
     return YES
 
 
@@ -228,11 +228,11 @@ def reward_model(row: Row) -> str:
     from xray_runtime.models.reward_objective import RewardObjective
 
     chosen, rejected = texts(1), texts(2)
-    pairs = PairBatch(input_ids=chosen.input_ids, rejected_ids=rejected.input_ids)
+    pairs = chosen.as_kind(PairBatch, rejected_ids=rejected.input_ids)
     spec = ModelSpec(row.base, RewardObjective(), training=RewardConfig(lr=LR), new_head=True)
     with row.models(reward=spec) as models:
         _check_falls([_step(models["reward"], pairs, "loss", lambda t: t.rows) for _ in range(STEPS)])
-        _get(models["reward"].save.remote(row.directory / "reward", REWARD_HEAD))
+        get(models["reward"].save.remote(row.directory / "reward", REWARD_HEAD))
     return YES
 
 
@@ -248,15 +248,9 @@ def plan(row: Row) -> str:
     return YES
 
 
-def _get(ref: Any) -> Any:
-    import ray
-
-    return ray.get(ref, timeout=300)
-
-
 def _step(model: Any, rows: TextBatch, loss: str, count: Callable[[StepTotals], float]) -> float:
     totals = StepTotals.of(rows)
-    return float(_get(model.train.remote(rows, totals, LR)).sums[loss]) / count(totals)
+    return float(get(model.train.remote(rows, totals, LR)).sums[loss]) / count(totals)
 
 
 def _check_falls(losses: list[float]) -> None:
@@ -269,7 +263,7 @@ def _rollout(generator: Any, version: int) -> tuple[TextBatch, np.ndarray]:
     asked = texts(version, count=4, prompts=4)
     prompts = [ids[:length].tolist() for ids, length in zip(asked.input_ids, asked.prompt_lengths, strict=True)]
     batch = PromptBatch(input_ids=Ragged.of(prompts), seed=np.arange(len(prompts)))
-    answer = _get(generator.generate.remote(batch, Sampling(NEW_TOKENS, 1.0, (1,), 0), version))
+    answer = get(generator.generate.remote(batch, Sampling(NEW_TOKENS, 1.0, (1,), 0), version))
     return TextBatch.of(prompts, answer.response_ids), answer.rollout_logprobs.values
 
 
@@ -344,6 +338,11 @@ is the line below that refuses it; **bold** there is a failure.
 """
 
 
+def page(results: dict[str, dict[str, str]]) -> str:
+    """The table, with its explanation."""
+    return TEXT.format(limit=FLOAT32_MISMATCH, table=table(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="ROW", help="these rows alone")
@@ -356,13 +355,12 @@ def main() -> None:
     results = read_results(options.results)
     wanted = [name for name in options.only or RECIPES if options.again or name not in results]
     if wanted:
-        with cluster(), tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory() as root, contextlib.closing(LocalModels(RUNTIME, Path(root))) as models:
             for name in wanted:
                 if time.monotonic() > end:
                     break
                 start = time.monotonic()
-                row = Row(name, Path(root) / model_type(name))
-                (row.directory / "logs").mkdir(parents=True)
+                row = Row(name, Path(root) / model_type(name), models)
                 run_row(row)
                 today = datetime.datetime.now(datetime.UTC).date().isoformat()
                 results = read_results(options.results) | {name: row.results | {"date": today}}
@@ -370,26 +368,7 @@ def main() -> None:
                 print(f"{name} ({time.monotonic() - start:.0f} s): {row.results}", flush=True)
                 shutil.rmtree(row.directory)
     if options.out:
-        options.out.write_text(TEXT.format(limit=FLOAT32_MISMATCH, table=table(results)), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def cluster() -> Iterator[None]:
-    """A local Ray with the worker pool of a run, so that libraries are imported once."""
-    from xray_runtime.cluster.pool.libraries import REPRODUCIBLE
-    from xray_runtime.cluster.pool.pool import open_worker_pool
-    from xray_runtime.kernel.processes import QUIET, kill_tagged, start_reaper
-
-    os.environ |= {"MKL_CBWR": REPRODUCIBLE, **{name: QUIET[name] for name in QUIET if name.startswith("RAY_")}}
-    os.environ.pop("RAY_ADDRESS", None)
-    tag = start_reaper()
-    from xray.deployments.local_ray import running_ray
-
-    with running_ray(num_cpus=2):
-        pool = open_worker_pool(RUN_ID)
-        yield
-        del pool
-    kill_tagged(tag)
+        options.out.write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

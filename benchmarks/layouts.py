@@ -53,6 +53,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
     "TP 2 × PP 2 × DP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1},
     **{f"FSDP2 × {n}": {"library": "fsdp2", "num_workhorses": n} for n in (1, 2, 4)},
+    "SP 2, FSDP2": {"library": "fsdp2", "sequence_parallel": 2, "num_workhorses": 2},
+    "SP 2, ZeRO-1": {"sequence_parallel": 2, "num_workhorses": 2, "zero_stage": 1},
+    "SP 2 × DP 2, ZeRO-3": {"sequence_parallel": 2, "num_workhorses": 4, "zero_stage": 3},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
     "1 process, LoRA": {"lora": LORA},
@@ -224,6 +227,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
             tp=engine.tensor_parallel,
             pp=engine.pipeline_parallel,
             dp=engine.data_parallel,
+            sp=engine.sequence_parallel,
         ),
         tokens=1,
         positions=1,
@@ -275,8 +279,9 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Adapters (LoRA of rank 16) are compared with those that one process trains. Seconds are of all the layout's
-processes on {cores} cores: they say little of speed on a cluster.
+table. Adapters (LoRA of rank 16) are compared with those that one process trains. Ranks of SP, sequence parallelism,
+share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP. Seconds are of all the
+layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """

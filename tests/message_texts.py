@@ -67,8 +67,7 @@ class Messages:
 
     def _plain(self, text: str) -> str:
         """Without what differs from run to run, nor blanks at the ends of lines."""
-        for name, changing in {"{tmp}": str(self._tmp), "{host}": socket.gethostname()}.items():
-            text = text.replace(changing, name)
+        text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "{host}", text.replace(str(self._tmp), "{tmp}"))
         return "\n".join(line.rstrip() for line in re.sub(r"\bpid \d+", "pid {n}", text).splitlines())
 
     def _write(self, texts: dict[str, str]) -> None:

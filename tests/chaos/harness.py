@@ -82,6 +82,8 @@ class Case:
     action: str
     stage: str
     delay_s: float
+    damages: str = ""
+    """A finished stage of which a bit changes while nothing runs, before the command is repeated."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,10 @@ def _run(command: Command, cases: list[Case]) -> list[Fault]:
                 process.send_signal(signal.SIGCONT)
             else:
                 process.wait(timeout=60)
+        if case.damages:
+            process.wait(timeout=60)
+            none_left(command.mark)
+            _change_a_bit(output, case.damages)
     while True:
         process = _repeat_if_ended(process, command)
         if process.poll() == 0:
@@ -203,6 +209,13 @@ def _run(command: Command, cases: list[Case]) -> list[Fault]:
         time.sleep(0.2)
     none_left(command.mark)
     return faults
+
+
+def _change_a_bit(output: Path, stage: str) -> None:
+    [weights] = output.glob(f"checkpoints/{stage}-*/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
 
 
 def _inject(victim: psutil.Process, action: str) -> tuple[bool, str]:

@@ -36,24 +36,34 @@ TINY = FreshBase(
 )
 
 
-RANKS = (
-    "test_adapters.py",
-    "test_layouts.py",
-    "test_megatron.py",
-    "test_fsdp2.py",
-    "test_options.py",
-    "test_non_finite.py",
-)
-"""Tests of ranks that are forked from one process, which takes seconds to start."""
+GROUPS = {
+    "models": "conversations families handles harness_task lag learner memory_model offline published_shards",
+    "processes": "failures pool reservations signs staging",
+    "vllm": "adapter_sync direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving "
+    "sleeping_generator",
+    "ranks": "adapters fsdp2 layouts megatron non_finite options sequence_parallel",
+    "prefect": "audit_and_promotion review suspension template_databases",
+}
+"""Files that share what takes seconds to start, the longest first: a Ray whose Workhorses are used again, vLLM's
+imports, the process that ranks are forked from, a Prefect server."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests that must run in one worker (`--dist loadgroup`): each file, and files that share a server."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            shared = "ranks" if item.path.name in RANKS else item.path.name
-            is_on_server = "prefect" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("prefect" if is_on_server else shared))
+    """Group tests that must run in one worker (`--dist loadgroup`): those of `GROUPS`, and else each file."""
+    groups = {f"test_{name}.py": group for group, names in GROUPS.items() for name in names.split()}
+    order = [*GROUPS, ""]
+
+    def group_of(item: pytest.Item) -> str:
+        group = groups.get(item.path.name, "")
+        # Ranks need no Ray, but for a few tests.
+        return "models" if group == "ranks" and "cluster" in getattr(item, "fixturenames", ()) else group
+
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in here:
+        item.add_marker(pytest.mark.xdist_group(group_of(item) or item.path.name))
+    places = [number for number, item in enumerate(items) if item in here]
+    for number, item in zip(places, sorted(here, key=lambda item: order.index(group_of(item))), strict=True):
+        items[number] = item
 
 
 @pytest.fixture(scope="session")

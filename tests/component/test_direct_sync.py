@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from xray_runtime.cluster.learner import _receive
 from xray_runtime.engines.generator import Receivers
@@ -63,6 +62,9 @@ class Receiver:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    # Not at the top: every process that collects tests would import vLLM.
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
     monkeypatch.setattr(FakeEngine, "made", [], raising=False)
     monkeypatch.setitem(WeightTransferTrainerFactory._registry, "nccl", lambda: FakeEngine)
     return FakeEngine.made

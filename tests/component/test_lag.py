@@ -172,7 +172,8 @@ def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_mod
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("lag", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long  # `test_ppo_loop` says it of a loop whose models are in one process
+@pytest.mark.parametrize("lag", [2, 4])
 def test_older_replies_are_weighed_and_a_stage_goes_on_to_the_same_bytes(
     cluster: None, tiny_model: Path, tmp_path: Path, lag: int
 ) -> None:

@@ -62,6 +62,8 @@ ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
 MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
 FSDP2 = {"library": "fsdp2", "num_workhorses": 2}
+SP = {"sequence_parallel": 2, "num_workhorses": 2}
+SP_DP = {"sequence_parallel": 2, "num_workhorses": 4}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,15 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
         pytest.param(PP, id="PP 2", marks=pytest.mark.long),
         pytest.param(ALL, id="TP 2 × PP 2 × DP 2"),
         pytest.param(MEGATRON_DP, id="Megatron TP 2 × DP 2", marks=pytest.mark.long),
-        pytest.param(FSDP2, id="FSDP2 × 2"),
+        pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
+        pytest.param(SP | FSDP2, id="SP 2, FSDP2", marks=pytest.mark.long),
+        pytest.param(SP | {"zero_stage": 0}, id="SP 2, ZeRO-0", marks=pytest.mark.long),
+        pytest.param(SP_DP | {"zero_stage": 1}, id="SP 2 × DP 2, ZeRO-1"),
+        pytest.param(SP_DP | {"zero_stage": 2}, id="SP 2 × DP 2, ZeRO-2", marks=pytest.mark.long),
+        pytest.param(SP_DP | {"zero_stage": 3}, id="SP 2 × DP 2, ZeRO-3", marks=pytest.mark.long),
+        pytest.param(
+            SP_DP | {"library": "fsdp2", "activation_checkpointing": True}, id="SP 2 × DP 2, FSDP2, recomputing"
+        ),
     ],
 )
 def test_the_layout_does_not_show(
@@ -286,6 +296,7 @@ EXPORTED = {
     "TP 2 × PP 2": TP_PP,
     "Megatron TP 2": MEGATRON,
     "FSDP2 × 2": FSDP2,
+    "SP 2": SP,
 }
 
 
@@ -383,6 +394,7 @@ PASSED_ON = {
     "ZeRO-3 on 4, TP 2, Megatron TP 2, one process": [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
     "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3": [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
     "TP 2 × PP 2 × DP 2, ZeRO-3 on 2, one process": [ALL, ZERO_3, {}],
+    "SP 2 × DP 2, ZeRO-0, SP 2 of ZeRO-3, one process": [SP_DP | {"zero_stage": 0}, SP | {"zero_stage": 3}, {}],
     "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2": [FSDP2 | {"num_workhorses": 3}, ZERO_3, FSDP2, TP],
 }
 
@@ -414,6 +426,7 @@ def test_a_model_goes_on_under_another_layout(
         pytest.param(TP_PP, id="TP 2 × PP 2"),
         pytest.param(MEGATRON, id="Megatron TP 2"),
         pytest.param(FSDP2, id="FSDP2"),
+        pytest.param(SP, id="SP 2"),
     ],
 )
 def test_going_on_under_the_same_layout_gives_the_same_bits(
@@ -462,6 +475,7 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
     [
         pytest.param({"tensor_parallel": 4, "num_workhorses": 4}, id="TP 4", marks=pytest.mark.long),
         pytest.param({"pipeline_parallel": 3, "num_workhorses": 3}, id="PP 3"),
+        pytest.param({"sequence_parallel": 4, "num_workhorses": 4}, id="SP 4", marks=pytest.mark.long),
     ],
 )
 def test_a_split_the_model_does_not_allow_is_refused(
@@ -482,7 +496,12 @@ def test_allowed_splits_are_known_from_the_config(tiny_model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(PP, id="PP 2"), pytest.param(ZERO_3, id="ZeRO-3 × 2", marks=pytest.mark.long)]
+    "layout",
+    [
+        pytest.param(PP, id="PP 2"),
+        pytest.param(ZERO_3, id="ZeRO-3 × 2", marks=pytest.mark.long),
+        pytest.param(SP, id="SP 2", marks=pytest.mark.long),
+    ],
 )
 def test_parts_are_one_whole_model(
     cluster: None, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -59,13 +60,16 @@ def calling(model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Ser
     return dataclasses.replace(model, directory=ref.path, sha256=ref.sha256, tensor_parallel=1, logs=folder / "logs")
 
 
-@pytest.fixture
-def served(cluster: None, model: ServedModel) -> Iterator[tuple[Server, str]]:
+@contextlib.contextmanager
+def serving(model: ServedModel) -> Iterator[tuple[Server, str]]:
+    """A server with one replica, and its address."""
     port = free_port()
     server = Server("127.0.0.1", port, 1, model.logs)
-    server.deploy(model)
-    yield server, f"http://127.0.0.1:{port}/v1/completions"
-    server.stop()
+    try:
+        server.deploy(model)
+        yield server, f"http://127.0.0.1:{port}/v1/completions"
+    finally:
+        server.stop()
 
 
 def greedy(address: str) -> tuple[str, list[int]]:
@@ -183,23 +187,39 @@ def processes(name: str) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(name)]
 
 
-@pytest.mark.long
-def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
-    served: tuple[Server, str], model: ServedModel
-) -> None:
-    server, address = served
+def greedy_by_transformers(model: ServedModel) -> tuple[str, list[int]]:
+    """What `greedy` is to find."""
     whole = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
     prompt = torch.tensor([PROMPT])
     expected = whole.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
-    right = (model.sha256, expected[0, len(PROMPT) :].tolist())
+    return model.sha256, expected[0, len(PROMPT) :].tolist()
+
+
+def test_a_model_is_served_with_its_own_tokens_and_name(cluster: None, model: ServedModel) -> None:
+    with serving(dataclasses.replace(model, tensor_parallel=1)) as (server, address):
+        assert greedy(address) == greedy_by_transformers(model)
+        check_chats(address, model.directory)
+        with pytest.raises(NotServedError, match="is not the one this checkpoint was published with"):
+            server.deploy(dataclasses.replace(model, sha256="0" * 64))
+        assert greedy(address)[0] == model.sha256
+
+
+@pytest.mark.long
+def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
+    cluster: None, model: ServedModel
+) -> None:
+    with serving(model) as (_, address):
+        check_that_a_dead_replica_is_replaced(address, model)
+
+
+def check_that_a_dead_replica_is_replaced(address: str, model: ServedModel) -> None:
+    right = greedy_by_transformers(model)
     assert greedy(address) == right
     check_chats(address, model.directory)
     check_tools(address, model.directory)
     assert len(processes("VLLM::Worker_TP")) == 2
 
     (replica,) = processes("ray::Replica")
-    with pytest.raises(NotServedError, match="is not the one this checkpoint was published with"):
-        server.deploy(dataclasses.replace(model, sha256="0" * 64))
     answers, ended = [], threading.Event()
 
     def client() -> None:

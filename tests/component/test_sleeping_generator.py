@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.device_allocator import AllocationData, cumem
-from vllm.device_allocator.sleep_mode_backend import CuMemBackend
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
 from xray_runtime.engines.sampling import Sampling
@@ -21,6 +18,9 @@ class Device:
     """Bytes that vLLM's allocator has mapped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Not at the top: every process that collects tests would import vLLM.
+        from vllm.device_allocator import AllocationData, cumem
+
         self.mapped, self.log = sum(SIZES.values()), list[Any]()
         self.allocator = object.__new__(cumem.CuMemAllocator)
         handles = {tag: (0, size, number, 0) for number, (tag, size) in enumerate(SIZES.items())}
@@ -40,14 +40,19 @@ class Device:
         self.log.append(self.mapped)
 
 
-class Executor(UniProcExecutor):
-    """vLLM's, with a worker that only sleeps."""
+def make_executor() -> Any:
+    """vLLM's executor, with a worker that only sleeps."""
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    def __init__(self) -> None:
-        self.sleeping_tags, self._backend = set(), CuMemBackend()
+    class Executor(UniProcExecutor):
+        def __init__(self) -> None:
+            self.sleeping_tags, self._backend = set(), CuMemBackend()
 
-    def collective_rpc(self, method: Any, *_: Any, kwargs: Any = None, **__: Any) -> Any:
-        {"sleep": self._backend.suspend, "wake_up": self._backend.resume}[method](**kwargs)
+        def collective_rpc(self, method: Any, *_: Any, kwargs: Any = None, **__: Any) -> Any:
+            {"sleep": self._backend.suspend, "wake_up": self._backend.resume}[method](**kwargs)
+
+    return Executor()
 
 
 @pytest.fixture
@@ -57,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def sampler(device: Device) -> VLLMSampler:
     """A generator with `runtime.generator_sleeps`, asleep as after its start."""
-    executor = Executor()
+    executor = make_executor()
 
     def generate(prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
         assert not executor.is_sleeping

@@ -22,13 +22,14 @@ from xray_runtime.trust.promotion import promote, review, roll_back
 
 FAULTS = {
     "killed": [
-        Case(0, "supervisor", "kill", "sft", 1.0),
+        Case(0, "supervisor", "kill", "sft", 1.0, damages="base"),
         Case(1, "learner", "kill", "reward", 1.0),
         Case(2, "raylet", "kill", "ppo-1", 1.0),
     ],
     "interrupted": [Case(3, "supervisor", "interrupt", "ppo-2", 1.0)],
 }
-"""A killed command, a lost Workhorse and a lost Ray; an interrupted command. `test_chaos` draws others."""
+"""A killed command that finds a damaged checkpoint, a lost Workhorse and a lost Ray; an interrupted command.
+`test_chaos` draws others."""
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 
 
@@ -166,10 +167,16 @@ def test_faults_lose_nothing_and_leave_nothing_running(
     first: Outcome, output: Path, tmp_path: Path, faults: str
 ) -> None:
     nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, FAULTS[faults])
+    # What is damaged is noticed, kept aside, and computed again to the same bytes.
+    damaged = [case.damages for case in FAULTS[faults] if case.damages]
+    kept = [path.name.partition("-")[0] for path in tmp_path.glob("faults/checkpoints/*.damaged-1")]
+    assert kept == damaged
 
 
-def test_again_nothing_would_be_computed(first: Outcome, output: Path) -> None:
-    assert to_compute(xray("run", "configs/tiny.yaml", "--output", str(output), "--json", "--explain")) == []
+def test_only_what_depends_on_a_change_would_be_computed(first: Outcome, output: Path) -> None:
+    explain = ("run", "configs/tiny.yaml", "--output", str(output), "--json", "--explain")
+    assert to_compute(xray(*explain)) == []
+    assert to_compute(xray(*explain, "--set", "ppo.stages.1.lr=1e-4")) == ["ppo-2", "evaluate"]
 
 
 @pytest.mark.long
@@ -181,6 +188,7 @@ def test_again_computes_nothing(first: Outcome, output: Path) -> None:
     assert again.lifecycle["registered"]["version"] == "1"
 
 
+@pytest.mark.long
 def test_a_change_computes_only_what_depends_on_it(first: Outcome, second: Outcome, output: Path) -> None:
     """…and a damaged checkpoint is noticed and computed again, to the same bytes."""
     content = second.lifecycle
@@ -190,6 +198,8 @@ def test_a_change_computes_only_what_depends_on_it(first: Outcome, second: Outco
     place = Path(content["stages"][4]["checkpoint"]["uri"])
     assert place.with_name(place.name + ".damaged-1").is_dir()
     assert content["registered"]["version"] == "2"
+    audit = xray("audit", "--all", "--output", str(output), timeout=120)
+    assert audit.code == 0, audit.out
 
 
 @pytest.mark.long
@@ -246,12 +256,11 @@ def test_the_champion_is_served_and_followed_without_a_lost_request(first: Outco
     assert server.left == []
 
 
-def test_the_audit_is_sound_after_all_that(second: Outcome, output: Path) -> None:
-    """…cached stages, a second policy, a checkpoint computed again; and it is not once a byte has changed."""
-    compared = len(list(output.glob("checkpoints/compare-*")))
+def test_the_audit_is_sound_until_a_byte_has_changed(first: Outcome, output: Path) -> None:
     sound = xray("audit", "--all", "--output", str(output), "--json", timeout=120)
     assert sound.code == 0, sound.out
-    assert json.loads(sound.out)["checkpoints"] == len(NAMES) + 2 + compared
+    published = [path for path in output.glob("checkpoints/*/manifest.json") if ".damaged" not in path.parent.name]
+    assert json.loads(sound.out)["checkpoints"] == len(published) >= len(NAMES)
     tree = in_process("lineage", "xray-tiny-policy@candidate", "--output", output)
     assert tree.exit_code == 0, tree.output
     assert all(name in tree.output for name in NAMES[:-1])

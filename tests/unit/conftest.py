@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import Engine, event
 from torch import Tensor
 
 from xray_runtime.kernel.store.seal import Seal, process_seal
@@ -24,6 +27,25 @@ Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt ids, reply ids) of each row."""
 
 
+# Models this small only lose by a second thread, and seconds where cores are shared.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """No unit test cuts the power, and most of the time of a test with a store goes into waiting for the disk."""
+
+    def connected(connection: Any, _: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("pragma synchronous = off")
+
+    event.listen(Engine, "connect", connected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+    event.remove(Engine, "connect", connected)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     from xray_runtime.data.tokenizing import train_tokenizer
@@ -35,9 +57,6 @@ def tiny_tokenizer() -> Any:
 def make_lm(tiny_tokenizer: Any) -> Callable[[int], Any]:
     """Seed → a new Llama of three layers."""
     from xray_runtime.models.causal_lm import fresh_llama
-
-    # Models this small only lose by a second thread, and seconds where cores are shared.
-    torch.set_num_threads(1)
 
     def make(seed: int) -> Any:
         lm = fresh_llama(TINY, tiny_tokenizer, seed).double()

@@ -49,23 +49,29 @@ GENERATORS: Registry[GeneratorPlug] = Registry(
 
 
 class LayoutConfig(Section):
-    """The parallel layout of one model: tensor × pipeline × data parallel Workhorses."""
+    """The parallel layout of one model: tensor × pipeline × sequence × data parallel Workhorses."""
 
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
+    """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × sequence_parallel ×
+    data-parallel ranks."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of Workhorses that share each layer's matrices."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of pipeline stages that share the layers; for models built like Llama."""
+    sequence_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of Workhorses that share the tokens of each row, and with them its activations (DeepSpeed Ulysses); must
+    divide the model's attention heads. For rows too long for one device. It changes memory and speed, not results."""
 
     @model_validator(mode="after")
     def _whole_replicas(self) -> Self:
-        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.sequence_parallel > 1 and self.is_split:
+            feature, why = f"sequence_parallel = {self.sequence_parallel}", "its Workhorses hold or shard a whole model"
+            where = f"tensor_parallel = {self.tensor_parallel} and pipeline_parallel = {self.pipeline_parallel}"
+            raise ValueError(unsupported(feature, where, why=why))
+        replica = self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel
         if self.num_workhorses % replica:
-            raise ValueError(
-                f"num_workhorses = {self.num_workhorses} must be a multiple of tensor_parallel × pipeline_parallel = "
-                f"{replica}"
-            )
+            degrees = "tensor_parallel × pipeline_parallel" if self.sequence_parallel == 1 else "sequence_parallel"
+            raise ValueError(f"num_workhorses = {self.num_workhorses} must be a multiple of {degrees} = {replica}")
         return self
 
     @property
@@ -76,7 +82,12 @@ class LayoutConfig(Section):
     @property
     def data_parallel(self) -> int:
         """Number of data-parallel replicas."""
-        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
+        return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of Workhorses that hold, or shard, the same weights, and sum their gradients."""
+        return self.data_parallel * self.sequence_parallel
 
     @property
     def is_split(self) -> bool:
@@ -120,7 +131,7 @@ class FrozenConfig(ComputedConfig):
     @model_validator(mode="after")
     def _layout(self) -> Self:
         needed = {"scoring": "a model that only scores"}
-        for field in ("tensor_parallel", "pipeline_parallel"):
+        for field in ("tensor_parallel", "pipeline_parallel", "sequence_parallel"):
             if getattr(self, field) > 1:
                 needed[field] = f"{field} = {getattr(self, field)}"
         for capability, feature in needed.items():
@@ -142,7 +153,8 @@ class EngineConfig(ComputedConfig, PlugSection):
     library: str = "deepspeed"
     """The trainer."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
-    """Padded tokens in one forward pass. It changes memory, not results."""
+    """Padded tokens in one forward pass, of which sequence-parallel Workhorses have a share each. It changes memory,
+    not results."""
     precision: Precision = "auto"
     """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated and saved in
     float32. `auto`: `bfloat16` on CUDA, and `float32` on CPU and where the trainer needs it."""
@@ -151,7 +163,7 @@ class EngineConfig(ComputedConfig, PlugSection):
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for field in ("tensor_parallel", "pipeline_parallel", "activation_checkpointing"):
+        for field in ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "activation_checkpointing"):
             if getattr(self, field) != EngineConfig.model_fields[field].default:
                 self.require(field, f"{field} = {getattr(self, field)}")
         if (sharding := self.capabilities.sharding) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from xray_runtime.engines.layouts import TRAINERS, FrozenConfig, TrainerPlug
+from xray_runtime.engines.layouts import TRAINERS, ComputedConfig, FrozenConfig, TrainerPlug
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,7 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     training = training.resolved(device.type)
     training.engine.check_written()
     training.engine.check_device(device.type, "engine")
+    _share_sequences(module, training.engine, "engine")
     return trainer(training.engine.library).engine(module, training, checkpoint, device)
 
 
@@ -83,7 +84,27 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     from xray_runtime.engines.shard_loading import Weights, load_shard
 
     layout = layout.resolved(device.type)
-    if layout.is_split or (layout.zero_stage and layout.data_parallel > 1):
+    _share_sequences(module, layout, "frozen")
+    if layout.is_split or (layout.zero_stage and layout.num_copies > 1):
         return trainer(layout.library).scorer(module, layout, checkpoint, device)
     load_shard(module, Weights(module, checkpoint), device, getattr(torch, layout.precision), frozen=True)
-    return Scorer(module, threaded=device.type == "cpu")
+    return Scorer(module, threaded=device.type == "cpu" and layout.sequence_parallel == 1)
+
+
+def _share_sequences(module: HeadedLM, layout: ComputedConfig, field: str) -> None:
+    """Have the sequence-parallel ranks of `layout`, the field `field`, share the tokens of each row."""
+    if layout.sequence_parallel == 1:
+        return
+    import torch.distributed as dist
+
+    from xray_runtime.engines.process_group import TIMEOUT
+    from xray_runtime.engines.topology import Topology
+    from xray_runtime.models.sequence_parallel import SequenceRanks
+
+    topology, rank, size = Topology.of(layout), dist.get_rank(), layout.sequence_parallel
+    # Every rank makes every group, as torch requires.
+    groups = [
+        dist.new_group([topology.rank(0, data, 0, sequence) for sequence in range(size)], timeout=TIMEOUT)
+        for data in range(topology.data)
+    ]
+    module.share_sequences(SequenceRanks(groups[topology.data_rank(rank)], topology.sequence_rank(rank), size), field)

@@ -104,3 +104,6 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
         if engine.pipeline_parallel > 1:
             where = f"{name}.pipeline_parallel = {engine.pipeline_parallel}"
             raise ValueError(unsupported(feature, where, why="a frozen trunk is computed once, not in a pipeline"))
+        if engine.sequence_parallel > 1:
+            where = f"{name}.sequence_parallel = {engine.sequence_parallel}"
+            raise ValueError(unsupported(feature, where, why="the states of a frozen trunk are kept whole"))

@@ -34,6 +34,9 @@ from xray_runtime.rewards.config import ExternalReward
 
 def _check_split(field: str, layout: LayoutConfig, base: FreshBase) -> None:
     _check_heads(field, layout.tensor_parallel, base)
+    if base.num_heads % layout.sequence_parallel:
+        given = f"{field}.sequence_parallel = {layout.sequence_parallel}"
+        raise ValueError(f"{given} must divide base.num_heads = {base.num_heads}")
     stages = layout.pipeline_parallel
     if stages > base.num_layers:
         raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")

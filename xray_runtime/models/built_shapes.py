@@ -30,7 +30,7 @@ def built_shape(model: str) -> ModelShape:
     import torch
     import transformers
 
-    from xray_runtime.models.causal_lm import attention_of
+    from xray_runtime.models.attention import attention_of
 
     name, _ = locate(model)
     try:

@@ -25,6 +25,7 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
+from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.source_checks import (
@@ -262,12 +263,6 @@ def without_weights(config: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention_of(config), **NO_CODE
         )
-
-
-def attention_of(config: Any) -> str:
-    """transformers' attention for a causal LM of this Hugging Face config: its family's, or "eager" without another."""
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return family_of(config.model_type).attention(config) if getattr(known, "_supports_sdpa", True) else "eager"
 
 
 def published(lm: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from xray_runtime.models.family import Logits, family_of
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
+from xray_runtime.models.sequence_parallel import SequenceRanks, States, each_where_it_is
 
 T = TypeVar("T")
 
@@ -71,6 +72,8 @@ class HeadedLM(nn.Module):
         self.auxiliary = family.auxiliary if family.auxiliary and family.auxiliary.coefficient(lm.config) else None
         """The model's own loss, if its config asks for one."""
         self._auxiliary_losses: list[Tensor] | None = None
+        self.sequence_ranks: SequenceRanks | None = None
+        """Those that share the tokens of each micro-batch, set by `share_sequences`."""
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -144,9 +147,20 @@ class HeadedLM(nn.Module):
             trunk = self._part(0, self.layers[: self.frozen_layers], nn.Identity())
             return self._run(trunk, lengths, prompts, input_ids=input_ids)
 
+    def share_sequences(self, ranks: SequenceRanks, field: str) -> None:
+        """Compute, from now on, this rank's share of each micro-batch's tokens. Raises ValueError, which names `field`:
+        the model cannot be shared so."""
+        refused, heads = f"{field}.sequence_parallel: {ranks.size} is not allowed", self.lm.config.num_attention_heads
+        assert not self.has_trunk, "refused with the config"
+        if not self.packs:
+            raise ValueError(f"{refused}: the sequences of a {type(self.lm).__name__} cannot be packed into one row")
+        if heads % ranks.size:
+            raise ValueError(f"{refused}: it must divide the model's {heads} heads")
+        self.sequence_ranks = ranks
+
     def hidden(
         self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
-    ) -> Tensor:
+    ) -> States:
         """Last hidden states [N, H]; from `trunk` states where they are given.
 
         A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
@@ -158,12 +172,12 @@ class HeadedLM(nn.Module):
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
         return self._run(top, lengths, prompts, inputs_embeds=states)
 
-    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
+    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Any:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
         if self._auxiliary_losses is not None and torch.is_grad_enabled():
             backbone = functools.partial(self._noted, backbone, lengths)
         if self.packs:
-            return packed_states(backbone, lengths, prompts, **entering)
+            return packed_states(backbone, lengths, prompts, self.sequence_ranks, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
@@ -181,12 +195,15 @@ class HeadedLM(nn.Module):
         assert self._auxiliary_losses is not None
         return self.auxiliary.coefficient(self.lm.config) * torch.stack(self._auxiliary_losses).sum()
 
-    def _noted(self, backbone: Any, lengths: Tensor, **inputs: Tensor) -> Any:
+    def _noted(self, backbone: Any, lengths: Tensor, **inputs: Any) -> Any:
         """The output of `backbone`, after its auxiliary loss was noted; tokens that pad do not count."""
         assert self.auxiliary is not None
         assert self._auxiliary_losses is not None
         out = backbone(**inputs, **{self.auxiliary.option: True})
         parts: tuple[Tensor, ...] = getattr(out, self.auxiliary.output)
+        if (ranks := self.sequence_ranks) is not None:
+            num_tokens = len(inputs["trees"].computed)
+            parts = tuple(ranks.whole(part, num_tokens) for part in parts)
         if not self.packs:
             parts = tuple(unpad(part.view(len(lengths), -1, part.shape[-1]), lengths) for part in parts)
         self._auxiliary_losses.append(self.auxiliary.loss(parts, self.lm.config))
@@ -238,12 +255,16 @@ class HeadedLM(nn.Module):
             part.config.layer_types = self.lm.config.layer_types[first : first + len(layers)]
         return part
 
-    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, hidden: States, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
         chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.vocab_size
-        return self.in_chunks(
-            lambda logits, states: chunked(logits, states, targets, temperature, vocab_size=vocab_size), hidden
-        )
+
+        def compute(own: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return self.in_chunks(
+                lambda logits, states: chunked(logits, states, ids, temperature, vocab_size=vocab_size), own
+            )
+
+        return each_where_it_is(compute, hidden, targets)
 
     def in_chunks(self, compute: Callable[[Callable[[Tensor], Tensor], Tensor], T], hidden: Tensor) -> T:
         """`compute(logits of states, hidden)`, which calls the output layer on parts of `hidden` [N, H]; its logits are
@@ -258,11 +279,11 @@ class HeadedLM(nn.Module):
         found: T = layer(hidden, compute)
         return found
 
-    def scalars(self, hidden: Tensor) -> Tensor:
-        """Scalar head's output [...] of hidden states [..., H]."""
-        assert self.scalar is not None
-        found: Tensor = self.scalar(hidden).squeeze(-1)
-        return found
+    def scalars(self, hidden: States) -> Tensor:
+        """Scalar head's output [N] of hidden states [N, H]."""
+        head = self.scalar
+        assert head is not None
+        return each_where_it_is(lambda own: head(own).squeeze(-1), hidden)
 
 
 class Branch(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor
 from xray_runtime.data.batch import Scores
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Forward, Objective, Texts, by_row, last_hidden, response_positions
+from xray_runtime.models.sequence_parallel import States, each_where_it_is
 
 CHUNK = 1024
 """Positions whose logits are held at a time."""
@@ -32,11 +33,11 @@ class LikelihoodObjective(Objective[Forward[Texts]]):
         )
 
 
-def _likeliest(module: HeadedLM, hidden: Tensor) -> Tensor:
+def _likeliest(module: HeadedLM, hidden: States) -> Tensor:
     """The likeliest token [N] after each of the hidden states [N, H]."""
     vocab_size = module.lm.config.vocab_size
 
     def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
         return torch.cat([logits(part)[:, :vocab_size].argmax(-1) for part in states.split(CHUNK)])
 
-    return module.in_chunks(likeliest, hidden)
+    return each_where_it_is(lambda own: module.in_chunks(likeliest, own), hidden)

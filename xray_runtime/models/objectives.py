@@ -27,6 +27,7 @@ from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
+from xray_runtime.models.sequence_parallel import States
 
 Texts: TypeAlias = TextBatch[Tensor]
 Tensors: TypeAlias = dict[str, Tensor]
@@ -40,7 +41,7 @@ class Forward(Generic[R]):
         self.module, self.rows = module, rows
 
     @cached_property
-    def hidden(self) -> Tensor:
+    def hidden(self) -> States:
         """Last hidden states [N', H] of `sequences`."""
         return last_hidden(self.module, self.rows)
 
@@ -175,7 +176,7 @@ def num_computed_tokens(module: HeadedLM, rows: Texts) -> int:
     return len(ids.values) - int(prompts.lengths[again].sum())
 
 
-def last_hidden(module: HeadedLM, rows: Texts) -> Tensor:
+def last_hidden(module: HeadedLM, rows: Texts) -> States:
     """Last hidden states [N', H] of `sequences`."""
     texts = sequences(rows)
     trunk = texts.trunk.values if "trunk" in texts else None
@@ -195,7 +196,7 @@ def response_positions(rows: Texts) -> Tensor:
     return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
 
 
-def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
+def response_logprobs(module: HeadedLM, hidden: States, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [R], entropy [R]) of the response tokens: logits are computed at their positions alone."""
     at = response_positions(rows)
     return module.logprobs(hidden[at - 1], rows.input_ids.values[at], temperature)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from xray_runtime.models.family import family_of
+from xray_runtime.models.sequence_parallel import SequenceRanks, States, shared_states
 
 ATTENTION = "xray_packed"
 COMPUTED_OPTIONS = (
@@ -221,14 +222,18 @@ def use_packed_attention(lm: Any) -> None:
             part.config._attn_implementation = ATTENTION
 
 
-def packed_states(backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
-    """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
+def packed_states(
+    backbone: Any, lengths: Tensor, prompts: Prompts | None, ranks: SequenceRanks | None = None, **entering: Tensor
+) -> States:
+    """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]; `ranks` share them."""
     trees = Trees.of(lengths, prompts)
     # A mask of four dimensions is handed on as it is, so none is made; our attention does not look at it.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
-    row = {name: flat[trees.computed][None] for name, flat in entering.items()}
-    out = backbone(**row, position_ids=trees.positions[None], attention_mask=no_mask, trees=trees)
-    return _gathered(out.last_hidden_state[0], trees.given)
+    row = {name: flat[trees.computed] for name, flat in entering.items()} | {"position_ids": trees.positions}
+    own = {name: (flat if ranks is None else ranks.share(flat))[None] for name, flat in row.items()}
+    out = backbone(**own, attention_mask=no_mask, trees=trees, sequence_ranks=ranks)
+    states = out.last_hidden_state[0]
+    return _gathered(states, trees.given) if ranks is None else shared_states(states, trees.given, ranks)
 
 
 def _attention(
@@ -238,10 +243,12 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     trees: Trees | None = None,
+    sequence_ranks: SequenceRanks | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The output of attention [1, M, a, d], for query [1, a, M, d], key and value (which may have fewer heads)."""
+    """The output of attention [1, M, a, d], for query [1, a, M, d], key and value (which may have fewer heads); of
+    `sequence_ranks`, each has its m tokens of the row."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if trees is None:
@@ -249,9 +256,18 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return plain
+    if sequence_ranks is None:
+        return _packed_attention(query, key, value, trees, scaling), None
+    num_tokens, num_heads = len(trees.computed), query.shape[1]
+    q, k, v = (sequence_ranks.by_heads(x, num_tokens, num_heads) for x in (query, key, value))
+    return sequence_ranks.by_tokens(_packed_attention(q, k, v, trees, scaling)), None
+
+
+def _packed_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scaling: float | None) -> Tensor:
+    """The output of attention [1, M, a, d]."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     if query.is_cuda and half and query.shape[-1] in VARLEN_HEAD_SIZES:
-        return _in_two_kernels(query, key, value, trees, scaling)[None], None
+        return _in_two_kernels(query, key, value, trees, scaling)[None]
     grouped = query.shape[1] != key.shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     outs = []
@@ -271,7 +287,7 @@ def _attention(
             enable_gqa=grouped,
         )
         outs.append(_gathered(out.transpose(1, 2).flatten(0, 1), block.back))
-    return torch.cat(outs)[None], None
+    return torch.cat(outs)[None]
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:

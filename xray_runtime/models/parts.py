@@ -13,7 +13,7 @@ from xray_runtime.models.family import family_of
 
 
 def backbone_of(lm: Any) -> Any:
-    """What computes a causal LM's last hidden states. In Llama 4 transformers' own `base_model` is the whole model."""
+    """The part of a causal LM that computes last hidden states; transformers' `base_model` of Llama 4 is the whole."""
     return lm.get_submodule(family_of(lm.config.model_type).parts.backbone) if lm.base_model is lm else lm.base_model
 
 

@@ -98,6 +98,7 @@ def check_computed(lm: Any) -> None:
 def _ours(module: HeadedLM, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     prompts = Prompts(torch.zeros(len(lengths), dtype=torch.int64), torch.full_like(lengths, SHARED))
     states = module.eval().hidden(ids, lengths, prompts=prompts)
+    assert isinstance(states, Tensor)
     last = lengths.cumsum(0)
     targets = torch.cat(
         [torch.arange(int(end - length) + 1, int(end)) for end, length in zip(last, lengths, strict=True)]

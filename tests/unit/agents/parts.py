@@ -68,9 +68,7 @@ class FakeGenerator:
             logprobs.append(found)
             ended.append(ids[-1] == self.tokenizer.eos_token_id)
         return ReplyBatch(
-            response_ids=Ragged.of(replies),
-            rollout_logprobs=Ragged.of(logprobs, np.float32),
-            ended=np.array(ended),
+            response_ids=Ragged.of(replies), rollout_logprobs=Ragged.of(logprobs, np.float32), ended=np.array(ended)
         )
 
     @cached_property

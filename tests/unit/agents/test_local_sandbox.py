@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.sweeps import sweep
 from tests.unit.agents.answering import Answering, serving
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.agents.sandboxes.base import Box, Ended, Limits, Program
@@ -288,10 +289,13 @@ print(urllib.request.urlopen(os.environ["GATEWAY"]).read())'""",
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Landlock alone refuses what it cannot keep from other files.
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [*sweep(("bubblewrap", "namespaces"), list(PROGRAMS)), ("landlock", "the gateway")],
+    indirect=["place"],
+)
 def test_ordinary_programs_work(place: Place, name: str) -> None:
-    if place.how == "landlock" and name != "the gateway":
-        pytest.skip("Landlock alone refuses what it cannot keep from other files")
     box = Box(replace(LIMITS, timeout_s=100.0, memory_mb=8192, processes=40, disk_mb=256), gateway=place.gateway)
     started = place.sandbox.start(box)
     command = ["bash", "-euo", "pipefail", "-c", PROGRAMS[name].replace("{python}", sys.executable)]

@@ -57,13 +57,6 @@ def test_a_resumed_cursor_continues_exactly(num_rows: int, seed: int, takes: lis
     assert cursor == whole
 
 
-def test_no_row_is_lost_at_the_end_of_an_epoch() -> None:
-    cursor = Cursor(4, seed=3)
-    cursor.take(4)
-    assert cursor == Cursor(4, seed=3, epoch=1, position=0)
-    assert sorted(cursor.take(4)) == [0, 1, 2, 3]
-
-
 def test_epochs_and_seeds_differ_in_order() -> None:
     cursor = Cursor(50, seed=1)
     first, second = cursor.take(50), cursor.take(50)

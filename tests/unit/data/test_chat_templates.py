@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.message_texts import Messages as MessageTexts
-from tests.unit.data.encoding import encode_replies
+from tests.unit.data.encoding import encode_replies, template
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
 from xray_runtime.data.pairs import Example, Messages
@@ -26,92 +26,16 @@ from xray_runtime.data.reading.records import prompt_and_replies
 from xray_runtime.data.tokenizing import CHATML, decode_replies, encode_conversations, encode_prompts, encode_replies_to
 from xray_runtime.models.causal_lm import stop_tokens
 
-LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-    "message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-LLAMA31 = (
-    "{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if messages[0]['role'] == "
-    "'system' %}{%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}{%- else %}"
-    "{%- set system_message = '' %}{%- endif %}{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}{%- if tools is "
-    "not none %}{{- 'Environment: ipython\n' }}{%- endif %}{{- 'Today Date: 26 Jul 2024\n\n' }}{{- system_message }}"
-    "{{- '<|eot_id|>' }}{%- if not tools is none %}{%- set first_user_message = messages[0]['content']|trim %}"
-    "{%- set messages = messages[1:] %}{{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}{{- 'Given the following "
-    "functions, please respond with a JSON for a function call.\n\n' }}{%- for t in tools %}{{- t | tojson(indent=4) }}"
-    "{{- '\n\n' }}{%- endfor %}{{- first_user_message + '<|eot_id|>'}}{%- endif %}{%- for message in messages %}"
-    "{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}"
-    "{%- elif 'tool_calls' in message %}{%- if not message.tool_calls|length == 1 %}{{- raise_exception('This model "
-    "only supports single tool-calls at once!') }}{%- endif %}{%- set tool_call = message.tool_calls[0].function %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}"
-    "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}{{- tool_call.arguments | tojson }}"
-    "{{- '}' }}{{- '<|eot_id|>' }}{%- elif message.role == 'tool' or message.role == 'ipython' %}"
-    "{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}{%- if message.content is mapping or message.content is "
-    "iterable %}{{- message.content | tojson }}{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}"
-    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-QWEN25 = (
-    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}"
-    "{%- else %}{{- 'You are Qwen.' }}{%- endif %}{{- '\n\n# Tools\n\n<tools>' }}{%- for tool in tools %}{{- '\n' }}"
-    "{{- tool | tojson }}{%- endfor %}{{- '\n</tools>\n\nReply within <tool_call></tool_call> XML tags.<|im_end|>\n' }}"
-    "{%- else %}{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] + "
-    "'<|im_end|>\n' }}{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{%- endif %}{%- endif %}"
-    "{%- for message in messages %}{%- if (message.role == 'user') or (message.role == 'system' and not loop.first) or "
-    "(message.role == 'assistant' and not message.tool_calls) %}{{- '<|im_start|>' + message.role + '\n' + "
-    "message.content + '<|im_end|>' + '\n' }}{%- elif message.role == 'assistant' %}"
-    "{{- '<|im_start|>' + message.role }}"
-    "{%- if message.content %}{{- '\n' + message.content }}{%- endif %}{%- for tool_call in message.tool_calls %}"
-    "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
-    '{{- \'\n<tool_call>\n{"name": "\' }}{{- tool_call.name }}{{- \'", "arguments": \' }}'
-    "{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}"
-    "{%- elif message.role == 'tool' %}{%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != 'tool') %}"
-    "{{- '<|im_start|>user' }}{%- endif %}{{- '\n<tool_response>\n' }}{{- message.content }}"
-    "{{- '\n</tool_response>' }}{%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{- '<|im_end|>\n' }}"
-    "{%- endif %}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}"
-    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if (message['role'] == 'assistant') %}"
-    "{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + "
-    "message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{'<start_of_turn>model\n'}}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ ' ' + message['content'] + eos_token}}{% endif %}{% endfor %}"
-)
-ZEPHYR = (
-    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
-    "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
-    "{{ '<|system|>\n' + message['content'] + eos_token }}\n"
-    "{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n"
-    "{% endif %}\n"
-    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
-)
-PLAIN_CHATML = (
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-MARKED = PLAIN_CHATML.replace(
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}",
-    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}",
-)
+NAMES = ("llama3", "llama3.1", "qwen2.5", "gemma", "mistral", "zephyr", "chatml", "marked")
+LLAMA3, LLAMA31, QWEN25, GEMMA, MISTRAL, ZEPHYR, PLAIN_CHATML, MARKED = map(template, NAMES)
 ADDED = ("<think>", "<tool_call>", "</tool_call>")
 """In every tokenizer here, as some ship them: not flagged special."""
 
 
 def tokenizer_of(form: str, template: str, special: list[str], bos: str | None, eos: str) -> Any:
     """Byte-level BPE that splits words as Llama 3 or GPT-2 does, or pieces with bytes behind them (Gemma, Mistral)."""
-    tokenizer, texts = Tokenizer(models.BPE(byte_fallback=form == "pieces")), [Path(__file__).read_text()]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=form == "pieces"))
+    texts = [Path(__file__).read_text(), LLAMA3, LLAMA31, QWEN25, GEMMA, MISTRAL, ZEPHYR, PLAIN_CHATML]
     if form != "pieces":
         words = pre_tokenizers.Split(Regex(LLAMA3_WORDS if form == "words" else GPT2_WORDS), "isolated")
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -53,12 +53,6 @@ def test_a_gold_function_that_cannot_be_loaded_is_refused(module: str, name: str
         load_gold(name, {})
 
 
-@pytest.mark.parametrize("function", ["short", "nan", "words"])
-def test_a_gold_function_without_scores_is_refused(module: str, function: str, message_texts: Messages) -> None:
-    with message_texts.raises(ValueError):
-        load_gold(f"{module}:{function}", {})(["p", "p"], ["a", "b"])
-
-
 def test_modules_that_are_not_allowed_are_not_imported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "another.module")
     with pytest.raises(ValueError, match=rf"gold: '{module}:length' is not allowed: .*=another.module,{module}$"):

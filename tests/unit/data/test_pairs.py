@@ -99,7 +99,3 @@ def test_any_damaged_byte_raises_a_value_error(tmp_path: Path) -> None:
         except ValueError:
             refused += 1
     assert refused > 20
-
-
-def test_prompt_text_leaves_roles_out() -> None:
-    assert prompt_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) == "a\nb"

@@ -309,11 +309,6 @@ def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:
     assert [list(message) for message in found[1][0]] == [list(user("")), list(CALLING), list(TOLD)]
 
 
-def test_a_preference_needs_both_replies() -> None:
-    with pytest.raises(ValueError, match="row 7: the columns 'chosen', 'prompt' match no supported form: prompt"):
-        preference("row 7", {"prompt": "x", "chosen": "y"})
-
-
 def test_jsonl_reads_every_row_and_numbers_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"a": 1, "b": null}\r\n\n{"a": "x\u2028y"}\n'.encode())

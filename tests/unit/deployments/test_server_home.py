@@ -217,14 +217,14 @@ def test_a_service_that_does_nothing_is_an_error_that_names_its_log(
 
 @pytest.mark.parametrize(
     "work",
-    ["while True: pass", "import time\nwhile True: print('.', flush=True); time.sleep(0.5)"],
+    ["while True: pass", "import time\nwhile True: print('.', flush=True); time.sleep(0.3)"],
     ids=["computes", "logs"],
 )
 def test_a_service_at_work_is_waited_for(home: ServerHome, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
     """…for longer than an idle one, however slow it is."""
-    monkeypatch.setattr("xray.deployments.patience.IDLE_SECONDS", 1.5)
+    monkeypatch.setattr("xray.deployments.patience.IDLE_SECONDS", 1.0)
     thing, begin = service(home, work, healthy=False), time.monotonic()
-    thing.health = lambda _: time.monotonic() - begin > 6
+    thing.health = lambda _: time.monotonic() - begin > 3
     thing.start()
     thing.wait_healthy()
     assert thing.stop()

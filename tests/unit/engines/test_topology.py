@@ -1,4 +1,4 @@
-"""Ranks of a tensor × pipeline × data grid."""
+"""Ranks of a tensor × pipeline × sequence × data grid."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def test_ranks_of_two_by_two_by_two() -> None:
     # One rank a replica answers: the last stage's first slice.
     assert [r for r in range(8) if grid.reports(r)] == [4, 6]
     assert [grid.rank(grid.stage(r), grid.data_rank(r), grid.tensor_rank(r)) for r in range(8)] == list(range(8))
+
+
+def test_ranks_that_share_rows_are_neighbours() -> None:
+    layout = EngineConfig(sequence_parallel=2, num_workhorses=6)
+    grid = Topology.of(layout)
+    assert (layout.data_parallel, layout.num_copies, layout.is_split) == (3, 6, False)
+    assert [grid.data_rank(r) for r in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [grid.sequence_rank(r) for r in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert [r for r in range(6) if grid.reports(r)] == [0, 2, 4]
+    assert [grid.rank(0, grid.data_rank(r), 0, grid.sequence_rank(r)) for r in range(6)] == list(range(6))
 
 
 def test_layers_are_divided_evenly() -> None:

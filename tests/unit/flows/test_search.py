@@ -9,6 +9,7 @@ import pytest
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from tests.message_texts import Messages
 from xray.flows.search import SearchConfig, load_search
 from xray.flows.study import Search, calls_until, search_space
 from xray.flows.subject import Subject
@@ -50,53 +51,46 @@ def test_a_range_is_whole_where_the_field_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "more", "message"),
+    ("fields", "more"),
     [
-        ({"sft.stepps": {"low": 1, "high": 2}}, {}, "sft.stepps: unknown field (did you mean steps?)"),
-        ({"sft.lr": {"low": -0.1, "high": 1}}, {}, "sft.lr: -0.1 is not allowed: must be greater than 0"),
-        ({"ppo.stages.0.gamma": {"low": 0.5, "high": 1.5}}, {}, "ppo.stages.0.gamma: 1.5 is not allowed: must be less"),
-        ({"sft.steps": {"low": 1.5, "high": 9}}, {}, "sft.steps: 1.5 is not allowed: must be a whole number"),
-        ({"ppo.stages.7.lr": {"low": 1, "high": 2}}, {}, "fields.ppo.stages.7.lr: 7 is not allowed: ppo.stages has"),
-        ({"ppo.stages.0.kl.estimator": {"low": 1, "high": 2}}, {}, "ppo.stages.0.kl.estimator: 1 is not allowed: must"),
-        ({"sft.schedule": {"choices": ["linear", "square"]}}, {}, 'sft.schedule: "square" is not allowed: must be'),
-        ({"reward.lr": {"low": 1, "high": 2}}, {"until": "sft"}, "no stage up to 'sft' reads it"),
-        ({"runtime.restarts": {"low": 1, "high": 2}}, {}, "no stage up to 'evaluate' reads it"),
-        (
-            {"sft.lr": {"low": 1, "high": 2}},
-            {"until": "ppo-3"},
-            "until: 'ppo-3' is not allowed: must be one of prepare",
-        ),
-        (
-            {"sft.lr": {"low": 1, "high": 2}},
-            {"until": "sft", "prune": {"stage": "ppo-1"}},
-            "prune.stage: 'ppo-1' is not allowed: must be one of prepare, base, sft",
-        ),
-        ({"base.hidden_size": {"choices": [96, 100]}}, {}, "none of 200 random configs is valid: base"),
+        ({"sft.stepps": {"low": 1, "high": 2}}, {}),
+        ({"sft.lr": {"low": -0.1, "high": 1}}, {}),
+        ({"ppo.stages.0.gamma": {"low": 0.5, "high": 1.5}}, {}),
+        ({"sft.steps": {"low": 1.5, "high": 9}}, {}),
+        ({"ppo.stages.7.lr": {"low": 1, "high": 2}}, {}),
+        ({"ppo.stages.0.kl.estimator": {"low": 1, "high": 2}}, {}),
+        ({"sft.schedule": {"choices": ["linear", "square"]}}, {}),
+        ({"reward.lr": {"low": 1, "high": 2}}, {"until": "sft"}),
+        ({"runtime.restarts": {"low": 1, "high": 2}}, {}),
+        ({"sft.lr": {"low": 1, "high": 2}}, {"until": "ppo-3"}),
+        ({"sft.lr": {"low": 1, "high": 2}}, {"until": "sft", "prune": {"stage": "ppo-1"}}),
+        ({"base.hidden_size": {"choices": [96, 100]}}, {}),
     ],
+    ids=str,
 )
-def test_fields_the_config_lacks_are_refused(fields: dict[str, Any], more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_fields_the_config_lacks_are_refused(
+    fields: dict[str, Any], more: dict[str, Any], message_texts: Messages
+) -> None:
+    with message_texts.raises(ConfigError) as error:
         search_space(TINY, searching(fields, **more))
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("field", "message"),
+    "field",
     [
-        ({"low": 2, "high": 1}, "fields.sft.lr: low = 2 must be less than high = 1"),
-        ({"low": 0, "high": 1, "log": True}, "low = 0 must be greater than 0 with log"),
-        ({"low": 1}, "must have low and high, or choices"),
-        ({"choices": [1, 2], "log": True}, "choices must be set alone"),
-        ({"choices": [1]}, "fields.sft.lr.choices: [1] is not allowed: must have at least 2 item(s)"),
-        ({"hihg": 1}, "fields.sft.lr.hihg: unknown field (did you mean high?); allowed here: choices, high, log, low"),
+        {"low": 2, "high": 1},
+        {"low": 0, "high": 1, "log": True},
+        {"low": 1},
+        {"choices": [1, 2], "log": True},
+        {"choices": [1]},
+        {"hihg": 1},
     ],
+    ids=str,
 )
-def test_invalid_ranges_are_refused(field: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_invalid_ranges_are_refused(field: dict[str, Any], tmp_path: Path, message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
         load(tmp_path, {"fields": {"sft.lr": field}})
-    assert message in str(error.value)
-    assert str(error.value).startswith(f"{tmp_path / 'rates.yaml'}: ")
 
 
 def test_fields_that_hang_together_may_vary_together() -> None:

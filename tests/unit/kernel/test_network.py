@@ -116,10 +116,7 @@ def test_stores_without_a_host_are_not_asked(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "address"),
-    [
-        ("MLFLOW_TRACKING_URI", "postgresql://user:secret@127.0.0.1:{port}/mlflow"),
-        ("RAY_ADDRESS", "127.0.0.1:{port}"),
-    ],
+    [("MLFLOW_TRACKING_URI", "postgresql://user:secret@127.0.0.1:{port}/mlflow"), ("RAY_ADDRESS", "127.0.0.1:{port}")],
 )
 def test_other_protocols_are_only_connected_to(name: str, address: str) -> None:
     with silent() as listening:

@@ -53,7 +53,4 @@ def test_text_is_indented_below_its_head() -> None:
     print_indented(
         Console(file=text, width=30, force_terminal=True), "  reply   ", "one two three four\nfive [bold]six"
     )
-    assert text.getvalue().splitlines() == [
-        "  reply   one two three four",
-        "          five [bold]six",
-    ]
+    assert text.getvalue().splitlines() == ["  reply   one two three four", "          five [bold]six"]

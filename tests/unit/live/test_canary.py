@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import pytest
 from tests.unit.live.cycles import config
 from tests.unit.live.serving.recording import KEYS, exchange, with_recorder
 from tests.unit.trust.promoting import promoted, second_candidate
-from tests.unit.trust.synthetic import NAME
+from tests.unit.trust.synthetic import NAME, copied
 from xray.flows.cycles import CANARY, Cycle, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
 from xray_runtime.kernel.config.validation import ConfigError
@@ -64,14 +64,19 @@ def both(count: int, candidate: str, champion: str) -> list[tuple[str, str, str]
     return [(stage, f"{stage} {n}", thumb) for n in range(count) for stage, thumb in sides]
 
 
-@pytest.fixture
-def live(fresh: Callable[[], Path]) -> tuple[Path, Canary]:
-    """ppo-2 is champion, and ppo-3's canary has begun."""
-    output = fresh()
+@pytest.fixture(scope="module")
+def begun(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Canary]:
+    output = copied(untouched, tmp_path_factory.mktemp("canary") / "run")
     promoted(output, "ppo-2", min_win_rate=None)
     second_candidate(output)
     candidate, champion = (resolve(stage, output, None)[1].sha256 for stage in ("ppo-3", "ppo-2"))
     return output, begin(output, NAME, candidate, champion, 1, CanaryConfig(min_feedback=20))
+
+
+@pytest.fixture
+def live(begun: tuple[Path, Canary], tmp_path: Path) -> tuple[Path, Canary]:
+    """ppo-2 is champion, and ppo-3's canary has begun."""
+    return copied(begun[0], tmp_path / "run"), begun[1]
 
 
 def ended(output: Path, canary: Canary, **late: float) -> tuple[str, str] | None:

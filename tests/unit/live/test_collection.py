@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.unit.live.cycles import ran
 from tests.unit.live.serving.recording import KEYS, exchange, with_recorder
-from tests.unit.trust.synthetic import examples
+from tests.unit.trust.synthetic import copied, examples
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.replies import from_verdicts
 from xray_runtime.data.text_set import TextSet
@@ -68,11 +67,16 @@ def cycle(output: Path, model: str) -> None:
     record(output, answers, said)
 
 
-@pytest.fixture
-def recorded(fresh: Callable[[], Path]) -> Path:
-    output = fresh()
+@pytest.fixture(scope="module")
+def asked(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = copied(untouched, tmp_path_factory.mktemp("cycle") / "run")
     cycle(output, resolve("ppo-2", output, None)[1].sha256)
     return output
+
+
+@pytest.fixture
+def recorded(asked: Path, tmp_path: Path) -> Path:
+    return copied(asked, tmp_path / "run")
 
 
 def collected(output: Path) -> CheckpointRef:
@@ -132,27 +136,11 @@ def test_unusable_records_are_counted(recorded: Path) -> None:
     }
 
 
-def edited(folder: Path) -> None:
-    path = sorted(folder.glob("*.parquet"))[0]
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def forged(folder: Path) -> None:
-    """A verdict that nobody gave, in a segment that only a line of its author's names."""
-    last = sorted(folder.glob("*.parquet"))[-1]
-    shutil.copy(last, folder / f"{int(last.stem) + 5:08d}.parquet")
-
-
-def replayed(folder: Path) -> None:
-    first, second = sorted(folder.glob("*.parquet"))[:2]
-    shutil.copy(first, second)
-
-
-@pytest.mark.parametrize("tamper", [edited, forged, replayed])
-def test_nothing_is_collected_from_what_was_tampered_with(tamper: Callable[[Path], None], recorded: Path) -> None:
-    tamper(recorded / RECORDED)
+@pytest.mark.parametrize("forged", [1, 7])
+def test_nothing_is_collected_from_what_was_tampered_with(forged: int, recorded: Path) -> None:
+    """A segment in the place of another, and one that nobody's line names: `test_recorder` has every tampering."""
+    last = sorted((recorded / RECORDED).glob("*.parquet"))[-1]
+    shutil.copy(last, last.with_name(f"{forged:08d}.parquet"))
     with pytest.raises(ConfigError, match=r"^--output: recorded/\d+\.parquet: .*; see `xray recorded`$"):
         collected(recorded)
     assert not list((recorded / "checkpoints").glob("feedback-*"))

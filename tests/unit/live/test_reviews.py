@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.live.serving.recording import KEYS, exchange, keep, with_recorder
 from tests.unit.trust.commands import xray
+from tests.unit.trust.synthetic import copied
 from xray.flows.flywheel import BY
 from xray_runtime.kernel.graph.artifacts import FEEDBACK
 from xray_runtime.kernel.history.recorded import RecordedReader
@@ -45,13 +46,18 @@ class Mlflow:
         return made.assessment_id
 
 
-@pytest.fixture
-def output(fresh: Callable[[], Path]) -> Path:
-    output = fresh()
+@pytest.fixture(scope="module")
+def asked(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = copied(untouched, tmp_path_factory.mktemp("reviews") / "run")
     model = resolve("ppo-2", output, None)[1].sha256
     keep(output, *(exchange(n, u, t, model=model) for n, u, t in ((1, "ann", SECRET), (2, "bob", "a question"))))
     keep(output, exchange(3, "bob", "kept for the shop", model=model, application="shop"))
     return output
+
+
+@pytest.fixture
+def output(asked: Path, tmp_path: Path) -> Path:
+    return copied(asked, tmp_path / "run")
 
 
 def synced(output: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:

@@ -27,7 +27,6 @@ from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.recorded import RecordedReader
 from xray_runtime.kernel.history.recorded_rows import RECORDED
 from xray_runtime.kernel.history.reference import find, open_lineage_store, resolve
-from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback import session as sessions
 from xray_runtime.live.feedback.judgements import Judgement, Question
 from xray_runtime.live.serving import NotServedError
@@ -65,9 +64,7 @@ def learned(output: Path) -> None:
     keep(output, exchange(1, "ann", SECRET, model=ppo.sha256), exchange(2, "bob", OTHER, model=ppo.sha256))
     said = json.dumps({"answer": f"{1:032x}", "user": "judge", "correction": f"{SECRET} better"}).encode()
     assert with_recorder(output, lambda recorder: recorder.feedback(said, key_digest(KEYS["shop"])))[0] == 200
-    life, store = Lifecycle(output), open_lineage_store(output, None)
-    models = RegistryView(store.tracking_uri or "").model_of
-    life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
+    life = Lifecycle.resumed(output)
     asked = [{"role": "user", "content": SECRET}]
     rows = [PreferenceExample("0", asked, "good", "bad"), PreferenceExample("1", prompt(3), "good", "bad")]
     files = {"train.arrow": pair_file(PreferenceExample, rows), "heldout.arrow": pair_file(PreferenceExample)}
@@ -159,7 +156,7 @@ def test_a_persons_text_is_gone_and_what_was_made_from_it_is_refused(output: Pat
     # The candidate descends from it until somebody trains again.
     code, text = withdrawn(output, "--verify")
     assert (code, f"{NAME}@candidate is {model.sha256[:12]}" in text) == (1, True)
-    Lifecycle(output).whole().register("ppo-2")
+    Lifecycle.resumed(output).register("ppo-2")
     code, text = withdrawn(output, "--verify")
     assert (code, text) == (0, "no live model descends from what was withdrawn, and what was erased is gone\n")
 
@@ -180,7 +177,7 @@ def test_a_champion_that_descends_is_named_and_is_neither_served_nor_rolled_back
     require_sound(fixed("sft", output, None), None)
     code, text = withdrawn(output, "--verify")
     assert (code, f"{NAME}@champion" in text) == (1, True)
-    Lifecycle(output).whole().register("ppo-2")
+    Lifecycle.resumed(output).register("ppo-2")
     promoted(output, "ppo-2", min_win_rate=None, max_regression=None)
     assert withdrawn(output, "--verify")[0] == 0
     with pytest.raises(NotPromoted, match="descends from withdrawn data: pairs-ann"):
@@ -191,9 +188,7 @@ def test_a_champion_that_descends_is_named_and_is_neither_served_nor_rolled_back
 def test_the_same_text_from_another_file_is_refused_too(output: Path) -> None:
     """Somebody trains on a copy that the withdrawal did not reach: it is in the data, whatever it is called."""
     assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
-    life, store = Lifecycle(output), open_lineage_store(output, None)
-    models = RegistryView(store.tracking_uri or "").model_of
-    life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
+    life = Lifecycle.resumed(output)
     rows = [Example("0", "c", [{"role": "user", "content": SECRET}], "reply")]
     files = {"train.arrow": pair_file(Example, rows), "heldout.arrow": pair_file(Example), "stats.json": b"{}"}
     life.add("prepare-again", "prepare", files, {})

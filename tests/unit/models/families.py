@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.models.causal_lm import attention_of
+from xray_runtime.models.attention import attention_of
 from xray_runtime.models.family import FAMILIES
 
 PACKED = [kind for name in FAMILIES for kind in FAMILIES.get(name).model_types if FAMILIES.get(name).packs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,17 +234,6 @@ def test_without_data_scores_count_as_they_are(make: Make, tmp_path: Path) -> No
         "std": 1.0,
         "reads": "conversation",
     }
-
-
-def test_where_it_came_from_does_not_show(make: Make, tmp_path: Path) -> None:
-    source = make()
-    moved = shutil.copytree(source, tmp_path / "under another name")
-    for number, place in enumerate((source, moved)):
-        reward_base(place, tmp_path / str(number))
-    first, second = (
-        {p.relative_to(tmp_path / n): p.read_bytes() for p in (tmp_path / n).rglob("*") if p.is_file()} for n in "01"
-    )
-    assert first == second
 
 
 # What cannot be one

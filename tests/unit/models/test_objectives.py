@@ -87,13 +87,6 @@ def test_sft_is_cross_entropy_of_the_replies_alone(make_lm: MakeLM, as_rows: AsR
         torch.testing.assert_close(gradient, wanted[name], **EXACT)
 
 
-def test_sft_scores_each_row(make_lm: MakeLM, as_rows: AsRows) -> None:
-    lm = make_lm(1)
-    nll = SFTObjective().score(HeadedLM(lm), batch(as_rows(PAIRS))).nll
-    for (prompt, reply), got in zip(PAIRS, nll, strict=True):
-        assert got.item() == pytest.approx(-sum(reply_logprobs(lm, prompt, reply).tolist()), rel=1e-10)
-
-
 def test_a_masked_row_is_each_reply_given_all_before_it(make_lm: MakeLM, as_rows: AsRows) -> None:
     """A conversation of two turns in one row: the sum of its turns scored one by one, and the gradient of it."""
     lm = make_lm(1)
@@ -133,14 +126,6 @@ def test_values_belong_to_the_state_before_each_token(make_lm: MakeLM, as_rows: 
         expected = (states(module, prompt, reply) @ torch.linspace(-1, 1, 32).double() + 0.25).tolist()
         assert split(got.values)[i].tolist() == pytest.approx(expected[:-1], rel=1e-10)
         assert got.final_values[i].item() == pytest.approx(expected[-1], rel=1e-10)
-
-
-def test_a_reward_is_read_at_the_last_token(make_lm: MakeLM, as_rows: AsRows) -> None:
-    module = headed(make_lm(1))
-    got = RewardObjective().score(module, batch(as_rows(PAIRS))).scores
-    expected = [float(states(module, p, r)[-1] @ torch.linspace(-1, 1, 32).double()) + 0.25 for p, r in PAIRS]
-    assert got.tolist() == pytest.approx(expected, rel=1e-10)
-    assert len({round(score, 6) for score in expected}) == 4
 
 
 def test_the_pairwise_loss_by_hand(make_lm: MakeLM, as_rows: AsRows) -> None:

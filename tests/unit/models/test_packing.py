@@ -10,12 +10,7 @@ import transformers
 from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
-from tests.unit.models.tensors import batch
-from xray_runtime.data.batch import StepTotals
-from xray_runtime.methods.ppo.config import PPOStageConfig
-from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import training_loss
 from xray_runtime.models.packing import Trees, can_pack
 
 TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
@@ -54,32 +49,6 @@ def test_texts_in_one_row_are_each_by_itself(family: str) -> None:
     # Neighbours do not show, and the order of texts is the order of states.
     swapped = module.hidden(torch.cat([IDS[8:], IDS[:8]]), LENGTHS[[2, 3, 0, 1]])
     torch.testing.assert_close(torch.cat([swapped[7:], swapped[:7]]), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("family", PACKED)
-def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> None:
-    """Log-probabilities, values and the gradients of a PPO loss."""
-    rows = {"input_ids": IDS, "lengths": LENGTHS, "prompt_lengths": torch.tensor([3, 1, 1, 2])}
-    noise = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
-    rows |= dict(zip(("old_logprobs", "advantages", "weights", "values", "returns"), noise, strict=True))
-    rows["old_logprobs"] = rows["old_logprobs"] - 4.8
-    objective = PPOObjective(PPOStageConfig(entropy_coef=0.1))
-
-    def outcome(packs: bool) -> list[Tensor]:
-        module = HeadedLM(model(family), scalar_head=True).float()
-        module.packs = packs
-        assert module.scalar is not None
-        torch.nn.init.constant_(module.scalar.weight, 0.1)
-        scores = objective.score(module, batch(rows))  # type: ignore[arg-type]
-        loss, _ = training_loss(module, objective, batch(rows), StepTotals(tokens=8.0))  # type: ignore[arg-type]
-        loss.backward()
-        per_token = [scores.logprobs.values.detach(), scores.values.values.detach()]
-        return [*per_token, loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
-
-    packed, padded = outcome(True), outcome(False)
-    assert len(packed) == len(padded) > 10
-    for found, expected in zip(packed, padded, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()) + 1e-6)
 
 
 def test_windows_and_unknown_families_stay_padded() -> None:

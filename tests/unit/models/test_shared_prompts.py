@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor
 
-from tests.unit.models.families import PACKED, model
+from tests.unit.models.exact import (
+    OBJECTIVES,
+    assert_equal_outcomes,
+    exact,
+    headed,
+    outcome,
+    rows_of,
+)
+from tests.unit.models.families import PACKED
 from xray_runtime.cluster.micro_batches import as_tensors, row_groups
-from xray_runtime.data.batch import PairBatch, PolicyBatch, StepTotals, TextBatch
+from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.methods.common.preference_objectives import DPOObjective
-from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
-from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models import packing
-from xray_runtime.models.heads import Branch, HeadedLM
-from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens, training_loss
+from xray_runtime.models.heads import Branch
+from xray_runtime.models.objectives import ReferenceObjective, num_computed_tokens
 from xray_runtime.models.packing import Prompts, Trees
 from xray_runtime.models.reward_objective import RewardObjective
-
-FIRST, SECOND = [5, 9, 7, 42], [5, 9, 8]
-PROMPTS = [FIRST, SECOND, FIRST, [3], SECOND, FIRST, FIRST]
-"""Of each row: groups lie between one another, and one row is alone."""
-REPLIES = [[11, 6, 80], [4], [7, 2, 3], [8, 8], [15, 16], [9], [11, 6, 80]]
-"""Of each row: two of one prompt are equally long, and two are equal."""
-REJECTED = [[12], [4, 5], [7], [8, 9, 10], [2], [1, 1], [3]]
-TOTALS = StepTotals(tokens=15.0, rows=7.0, kl_coef=0.1)
 
 
 def test_trees_by_hand() -> None:
@@ -67,69 +60,6 @@ def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[in
     assert [place for _, place in row] == trees.positions.tolist()
     assert len(row) == len(set(tokens))
     assert len(row) == int(trees.stems.sum() + trees.branches.sum())
-
-
-def rows_of(objective: Objective) -> TextBatch:
-    """Rows with all columns that any objective reads, in float64."""
-    rows = TextBatch.of(PROMPTS, REPLIES)
-    noise = np.random.default_rng(0).normal(size=(6, 15))
-    names = ("old_logprobs", "ref_logprobs", "advantages", "weights", "values", "returns")
-    offsets = Ragged.of(REPLIES).offsets
-    if isinstance(objective, DPOObjective | RewardObjective):
-        rejected, of_pairs = TextBatch.of(PROMPTS, REJECTED).input_ids, noise[:2, :7] - 9
-        return rows.as_kind(PairBatch, rejected_ids=rejected, ref_chosen=of_pairs[0], ref_rejected=of_pairs[1])
-    columns = zip(names, noise, strict=True)
-    return rows.as_kind(PolicyBatch, **{n: Ragged(column - 4.8 * ("log" in n), offsets) for n, column in columns})
-
-
-def outcome(
-    module: HeadedLM, objective: Objective, rows: TextBatch, batches: Sequence[Sequence[int]], shared: bool
-) -> tuple[float, list[Tensor]]:
-    """Loss and gradients over micro-batches."""
-    total = 0.0
-    module.zero_grad()
-    for batch in batches:
-        tensors = as_tensors(rows.take(batch))
-        if not shared:
-            tensors = tensors.with_columns(alike=None)
-        loss, _ = training_loss(module, objective, tensors, TOTALS)
-        loss.backward()
-        total += loss.item()
-    return total, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-
-
-def exact(family: str = "llama") -> Any:
-    """A model in float64, with torch's norms for the library's, which round to float32."""
-    lm = model(family)
-    for parent in list(lm.modules()):
-        for name, norm in parent.named_children():
-            if type(norm).__name__.endswith("RMSNorm"):
-                own = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
-                own.weight = norm.weight
-                setattr(parent, name, own)
-    return lm
-
-
-def headed(family: str = "llama", **options: Any) -> HeadedLM:
-    module = HeadedLM(exact(family), scalar_head=True, **options).double()
-    assert module.scalar is not None
-    torch.nn.init.constant_(module.scalar.weight, 0.1)
-    return module
-
-
-def assert_equal_outcomes(found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert len(found[1]) == len(expected[1]) > 10
-    for ours, theirs in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()) + 1e-15)
-
-
-OBJECTIVES: dict[str, Callable[[], Objective]] = {
-    "policy": lambda: PPOObjective(PPOStageConfig(entropy_coef=0.1, kl={"place": "loss"})),
-    "critic": lambda: CriticObjective(PPOStageConfig()),
-    "pairs": lambda: DPOObjective(DPOConfig()),
-    "reward": RewardObjective,
-}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.loading import validate
 from xray_runtime.ops.planner.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts
+from xray_runtime.ops.planner.description import as_dict
 from xray_runtime.ops.planner.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.search import search
@@ -343,6 +344,47 @@ def test_each_kind_of_change_is_suggested_where_it_helps() -> None:
     assert 1024 <= wide["micro_batch_tokens"].value < 2**19
     # Offload and turns are the planner's own choices.
     assert found | wide.keys() == {"num_devices", "memory_gib", "lora_rank", "micro_batch_tokens"}
+
+
+LONG = 2**18
+
+
+def long_rows(tokens: int = LONG) -> Workload:
+    """10⁹ parameters trained on a row of `tokens` tokens a step."""
+    workload = from_parameters(1e9, tokens)
+    return replace(workload, roles=workload.roles[:1], batch_size=1, rollout_size=1)
+
+
+def test_ranks_share_rows_only_where_nothing_else_fits() -> None:
+    def chosen(workload: Workload, there: Machine) -> Layout:
+        return search(workload, there).layouts["trained"]
+
+    # Tensor parallelism leaves the norms' part of 48 GB, recomputed, on each of four GPUs; shared rows leave a quarter.
+    assert chosen(long_rows(), machine(4, 80)) == Layout(tp=4)
+    assert chosen(long_rows(), machine(4, 24)) == Layout(zero_stage=2, sp=4)
+    [role] = long_rows().with_options(checkpointing=True).roles
+    whole, quarter = (long_rows().memory(role, Layout(zero_stage=2, sp=sp)) for sp in (1, 4))
+    assert quarter.activations == whole.activations // 4
+    assert quarter.optimizer == whole.optimizer // 4
+    # No pass of the default size is a single row of these.
+    assert chosen(long_rows(4096), machine(8, 24)).sp == 1
+    odd = replace(long_rows(), roles=(replace(role, shape=replace(role.shape, num_heads=25)),))
+    assert chosen(odd, machine(4, 24)).sp == 1
+
+
+def test_the_longest_row_that_fits_is_suggested() -> None:
+    def planner(changes: Changes, there: Machine) -> GraphPlan:
+        return GraphPlan({"sft": search(long_rows(min(LONG, changes.row_tokens or LONG)), there)})
+
+    nearest = planner(UNCHANGED, machine(2, 24))
+    assert "activations" in (limit := as_dict(nearest, [], None)["limits"][0])
+    assert limit.endswith(f"for a row of {LONG} tokens")
+    found = {s.change: s for s in suggest(planner, UNCHANGED, nearest)}
+    assert found["num_devices"].value == 4
+    assert found["row_tokens"].text == f"rows of at most {found['row_tokens'].value} tokens instead of {LONG}"
+    longest = found["row_tokens"].value
+    assert search(long_rows(longest), machine(2, 24)).fits
+    assert not search(long_rows(longest + 2), machine(2, 24)).fits
 
 
 def test_suggestions_are_allowed_by_the_config(model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.studio.world import post, run_at_work, studio
-from tests.unit.trust.synthetic import Lifecycle
 from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
 from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
@@ -22,9 +22,8 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    Lifecycle(tmp_path / "run").whole()
-    return tmp_path / "run"
+def output(fresh: Callable[[], Path]) -> Path:
+    return fresh()
 
 
 def scraped(text: str) -> dict[Sample, float]:

@@ -23,7 +23,6 @@ from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.recorded import RecordedReader, recorded_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
-from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback.session import read_sessions
 from xray_runtime.trust.audit.checkpoints import audit
 
@@ -263,10 +262,7 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     page = client.get(path).text
     assert "not promoted" in page
     assert "min_win_rate" not in page.split("Roll back")[1]
-    life = Lifecycle(output)
-    store = open_lineage_store(output, None)
-    models_of = RegistryView(store.tracking_uri or "").model_of
-    life.done = {n.manifest.stage: n.reference(models_of(sha)) for sha, n in store.graph.nodes.items()}
+    life = Lifecycle.resumed(output)
     asked = [f"question {i}" for i in range(50, 56)]
     life.evaluate(asked, stage="evaluate-more", win_rate=0.9, gates={"min_win_rate": 0.5})
     page = client.get(path).text

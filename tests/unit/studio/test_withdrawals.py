@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.unit.live.serving.recording import exchange, keep
 from tests.unit.studio.world import HOSTILE, post, studio
-from tests.unit.trust.synthetic import Lifecycle
 from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import run_lock
@@ -19,9 +19,8 @@ from xray_runtime.live.withdrawal import verify
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    output = tmp_path / "run"
-    Lifecycle(output).whole()
+def output(fresh: Callable[[], Path]) -> Path:
+    output = fresh()
     model = find("sft", open_lineage_store(output, None)).sha256
     keep(output, exchange(1, "ann", f"a text of ann's {HOSTILE}", model=model), exchange(2, "bob", model=model))
     return output

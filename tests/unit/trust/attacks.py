@@ -61,12 +61,6 @@ def _reordered(output: Path, other: Path) -> None:
     _written(output, 2, first)
 
 
-def _chain_cut_short(output: Path, other: Path) -> None:
-    path = output / RECORDED / CHAIN
-    path.write_bytes(b"".join(_lines(path)[:-1]))
-    _segment(output, 2).unlink()
-
-
 def _replaced(output: Path, other: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(output / name)
@@ -78,15 +72,11 @@ ON_DISK: dict[str, Callable[[Path, Path], object]] = {
         output, 1, [row | {"user": "0" * 32} for row in read_segment(_segment(output, 1))]
     ),
     "truncated": lambda output, _: _segment(output, 2).write_bytes(_segment(output, 2).read_bytes()[:-40]),
-    "removed": lambda output, _: _segment(output, 1).unlink(),
     "reordered": _reordered,
-    "replayed segment": lambda output, _: _written(output, 2, read_segment(_segment(output, 1))),
     "segment of another store": lambda output, other: shutil.copy(_segment(other, 1), _segment(output, 1)),
     "line of another store": _line_of_another_store,
     "signed with another key": _signed_with_another_key,
-    "chain cut short": _chain_cut_short,
     "chain removed": lambda output, _: (output / RECORDED / CHAIN).unlink(),
-    "store removed": lambda output, _: shutil.rmtree(output / RECORDED),
     "store of another": lambda output, other: _replaced(output, other, RECORDED),
     "store and keys of another": lambda output, other: _replaced(output, other, RECORDED, "keys"),
 }

@@ -32,7 +32,7 @@ def promoted(output: Path, stage: str, comparison: str | None = None, **gates: f
 
 def second_candidate(output: Path, win_rate: float = 0.5) -> str:
     """Another policy, evaluated, compared with the first one and registered; returns its stage."""
-    lifecycle = Lifecycle(output).whole()
+    lifecycle = Lifecycle.resumed(output)
     roles = {"policy": "ppo-2", "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
     lifecycle.add("ppo-3", "ppo", {"config.json": b"{}", "model.safetensors": b"third"}, roles)
     lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-3", stage="evaluate-3", win_rate=0.62)

@@ -25,6 +25,7 @@ from xray_runtime.kernel.evidence.statement import OutsideSource, RunFacts
 from xray_runtime.kernel.evidence.view import RunBegan, RunEnded
 from xray_runtime.kernel.graph.artifacts import dataset_of
 from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.kernel.report.figures import FIGURE
 from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.identity import Identity, digest
@@ -32,6 +33,7 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, Tracker, params_of
 from xray_runtime.kernel.tracking.recorder import METRICS, read_points, records_directory
 from xray_runtime.kernel.tracking.registry import LOG_TAG
+from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback.session import Setup
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.rewards.config import reward_term
@@ -165,6 +167,15 @@ class Lifecycle:
                 tags=tags,
             )
             append(self.output, began)
+
+    @classmethod
+    def resumed(cls, output: Path) -> Lifecycle:
+        """The lifecycle in `output`, for more stages; they name those there by stage."""
+        life, there = cls(output), open_lineage_store(output, None)
+        assert there.tracking_uri is not None
+        model_of = RegistryView(there.tracking_uri).model_of
+        life.done = {n.manifest.stage: n.reference(model_of(sha)) for sha, n in there.graph.nodes.items()}
+        return life
 
     def facts(self) -> dict[str, Any]:
         return {"project": "synthetic", "seed": 0, "config_digest": digest(CONFIG)}
@@ -378,6 +389,8 @@ class Lifecycle:
 def copied(source: Path, output: Path) -> Path:
     """A copy of an output directory."""
     shutil.copytree(source, output, symlinks=True)
+    if not (output / "mlflow.db").exists():
+        return output
     # MLflow keeps where an experiment's artifacts go: those of runs to come belong to the copy.
     with contextlib.closing(sqlite3.connect(output / "mlflow.db")) as connection, connection:
         move = "update experiments set artifact_location = replace(artifact_location, ?, ?)"

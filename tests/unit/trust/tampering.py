@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from xray_runtime.kernel.evidence.envelope import PAYLOAD_TYPE, load_private, ne
 from xray_runtime.kernel.evidence.log import END, LOG, read_lines
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.trust.audit.mlflow_schema import COMPARED
 from xray_runtime.trust.keys import rotate
 from xray_runtime.trust.log import append
 from xray_runtime.trust.signing import read_public, signing_key
@@ -34,6 +36,10 @@ from xray_runtime.trust.signing import read_public, signing_key
 Change = Callable[[Path], object]
 FAULTS: dict[str, tuple[Change, str]] = {}
 """Name → (change, codes of which one must be found)."""
+
+
+def _by_code(changes: dict[str, dict[str, Change]]) -> dict[str, tuple[Change, str]]:
+    return {name: (change, codes) for codes, named in changes.items() for name, change in named.items()}
 
 
 def fault(codes: str) -> Callable[[Change], Change]:
@@ -130,70 +136,64 @@ def sql(output: Path, *statements: str) -> None:
 # Checkpoints
 
 DAMAGED = "manifest-malformed manifest-inconsistent statement-contradicts"
-FAULTS |= {
-    "a bit of a file": (lambda output: flip(place(output, "sft-*/model.safetensors")), "file-changed"),
-    "a bit of a manifest": (
-        lambda output: flip(place(output, f"sft-*/{MANIFEST}")),
-        DAMAGED,
-    ),
-    "a bit of a card": (lambda output: flip(place(output, "ppo-2-*/README.md")), "card-changed"),
-    "a card removed": (lambda output: place(output, "sft-*/README.md").unlink(), "card-missing"),
-    "a file removed": (lambda output: place(output, "prepare-*/train.arrow").unlink(), "file-missing"),
-    "a file added": (lambda output: (place(output, "sft-*") / ".gitignore").write_text("x"), "file-added"),
-    "a file in a record": (lambda output: (place(output, f"sft-*/{ATTESTATION}") / "x").touch(), "file-added"),
-    "a checkpoint removed": (lambda output: shutil.rmtree(place(output, "sft-*")), "parent-missing"),
-    "a bit of a statement": (
-        lambda output: restated(place(output, "ppo-2-*"), _elsewhere, None),
-        "signature-invalid",
-    ),
-    "a statement by a stranger": (
-        lambda output: restated(place(output, "ppo-2-*"), _elsewhere, new_private_key()),
-        "signature-foreign",
-    ),
-    # Whoever has the key can sign anything: MLflow still knows the first statement.
-    "a statement signed again with the key": (
-        lambda output: restated(place(output, "ppo-2-*"), _elsewhere, signing_key(output).read_bytes()),
-        "mlflow-model-changed",
-    ),
-    "a statement by a retired key": (
-        lambda output: restated(place(output, "sft-*"), _finished("2099-01-01T00:00:00+00:00"), rotated(output)),
-        "signature-retired",
-    ),
-    "a statement dated back by a retired key": (
-        lambda output: restated(place(output, "sft-*"), _finished("2020-01-01T00:00:00+00:00"), rotated(output)),
-        "mlflow-model-changed",
-    ),
-    "no signature": (
-        lambda output: edit_json(place(output, f"sft-*/{ATTESTATION}/statement.json"), signatures=[]),
-        "signature-missing",
-    ),
-    "no record": (lambda output: shutil.rmtree(place(output, f"sft-*/{ATTESTATION}")), "statement-missing"),
-    "a statement of an older format": (
-        lambda output: place(output, f"sft-*/{ATTESTATION}/statement.json").write_text('{"_type": "x"}'),
-        "statement-malformed",
-    ),
-    "a card in a record changed": (
-        lambda output: flip(place(output, f"evaluate-*/{ATTESTATION}/card.md")),
-        "signature-invalid",
-    ),
-    "a card in a record removed": (
-        lambda output: place(output, f"evaluate-*/{ATTESTATION}/card.md").unlink(),
-        "signature-invalid",
-    ),
-    "changes of code that nobody signed": (
-        lambda output: (place(output, f"sft-*/{ATTESTATION}") / "code.diff").write_text("+ better"),
-        "signature-invalid",
-    ),
-    "no model signature": (lambda output: place(output, f"sft-*/{SIGNATURE}").unlink(), "signature-missing"),
-    "a model signature of nothing": (
-        lambda output: place(output, f"sft-*/{SIGNATURE}").write_text("{}"),
-        "signature-malformed",
-    ),
-    "a model signature of another model": (
-        lambda output: shutil.copy(place(output, f"ppo-1-*/{SIGNATURE}"), place(output, f"sft-*/{SIGNATURE}")),
-        "signature-invalid",
-    ),
-}
+FAULTS |= _by_code(
+    {
+        "file-changed": {"a bit of a file": lambda output: flip(place(output, "sft-*/model.safetensors"))},
+        DAMAGED: {"a bit of a manifest": lambda output: flip(place(output, f"sft-*/{MANIFEST}"))},
+        "card-changed": {"a bit of a card": lambda output: flip(place(output, "ppo-2-*/README.md"))},
+        "card-missing": {"a card removed": lambda output: place(output, "sft-*/README.md").unlink()},
+        "file-missing": {"a file removed": lambda output: place(output, "prepare-*/train.arrow").unlink()},
+        "file-added": {
+            "a file added": lambda output: (place(output, "sft-*") / ".gitignore").write_text("x"),
+            "a file in a record": lambda output: (place(output, f"sft-*/{ATTESTATION}") / "x").touch(),
+        },
+        "parent-missing": {"a checkpoint removed": lambda output: shutil.rmtree(place(output, "sft-*"))},
+        "signature-invalid": {
+            "a bit of a statement": lambda output: restated(place(output, "ppo-2-*"), _elsewhere, None),
+            "a card in a record changed": lambda output: flip(place(output, f"evaluate-*/{ATTESTATION}/card.md")),
+            "a card in a record removed": lambda output: place(output, f"evaluate-*/{ATTESTATION}/card.md").unlink(),
+            "changes of code that nobody signed": lambda output: (
+                place(output, f"sft-*/{ATTESTATION}") / "code.diff"
+            ).write_text("+ better"),
+            "a model signature of another model": lambda output: shutil.copy(
+                place(output, f"ppo-1-*/{SIGNATURE}"), place(output, f"sft-*/{SIGNATURE}")
+            ),
+        },
+        "signature-foreign": {
+            "a statement by a stranger": lambda output: restated(
+                place(output, "ppo-2-*"), _elsewhere, new_private_key()
+            )
+        },
+        "mlflow-model-changed": {
+            "a statement signed again with the key": lambda output: restated(
+                place(output, "ppo-2-*"), _elsewhere, signing_key(output).read_bytes()
+            ),
+            "a statement dated back by a retired key": lambda output: restated(
+                place(output, "sft-*"), _finished("2020-01-01T00:00:00+00:00"), rotated(output)
+            ),
+        },
+        "signature-retired": {
+            "a statement by a retired key": lambda output: restated(
+                place(output, "sft-*"), _finished("2099-01-01T00:00:00+00:00"), rotated(output)
+            )
+        },
+        "signature-missing": {
+            "no signature": lambda output: edit_json(
+                place(output, f"sft-*/{ATTESTATION}/statement.json"), signatures=[]
+            ),
+            "no model signature": lambda output: place(output, f"sft-*/{SIGNATURE}").unlink(),
+        },
+        "statement-missing": {"no record": lambda output: shutil.rmtree(place(output, f"sft-*/{ATTESTATION}"))},
+        "statement-malformed": {
+            "a statement of an older format": lambda output: place(
+                output, f"sft-*/{ATTESTATION}/statement.json"
+            ).write_text('{"_type": "x"}')
+        },
+        "signature-malformed": {
+            "a model signature of nothing": lambda output: place(output, f"sft-*/{SIGNATURE}").write_text("{}")
+        },
+    }
+)
 
 
 def _signed_model(output: Path, private: bytes, change: Callable[[Any], object]) -> None:
@@ -207,24 +207,23 @@ def _signed_model(output: Path, private: bytes, change: Callable[[Any], object])
     path.write_text(json.dumps(bundle | {"dsseEnvelope": envelope}))
 
 
-FAULTS |= {
-    "a model signed by a stranger": (
-        lambda output: _signed_model(output, new_private_key(), lambda _: None),
-        "signature-foreign",
-    ),
-    "a model signature over fewer files": (
-        lambda output: _signed_model(output, signing_key(output).read_bytes(), lambda model: model["resources"].pop()),
-        "signature-invalid",
-    ),
-    "a model signature that leaves out the weights": (
-        lambda output: _signed_model(
-            output,
-            signing_key(output).read_bytes(),
-            lambda model: model["serialization"]["ignore_paths"].append("model.safetensors"),
-        ),
-        "signature-invalid",
-    ),
-}
+FAULTS |= _by_code(
+    {
+        "signature-foreign": {
+            "a model signed by a stranger": lambda output: _signed_model(output, new_private_key(), lambda _: None)
+        },
+        "signature-invalid": {
+            "a model signature over fewer files": lambda output: _signed_model(
+                output, signing_key(output).read_bytes(), lambda model: model["resources"].pop()
+            ),
+            "a model signature that leaves out the weights": lambda output: _signed_model(
+                output,
+                signing_key(output).read_bytes(),
+                lambda model: model["serialization"]["ignore_paths"].append("model.safetensors"),
+            ),
+        },
+    }
+)
 
 
 @fault("file-changed")
@@ -344,13 +343,19 @@ def an_entry_by_a_retired_key_that_claims_an_earlier_time(output: Path) -> None:
     write_lines(output, [*lines(output), signed(statement, old)])
 
 
-FAULTS |= {
-    "a retired key removed": (lambda output: _retired(output, ".pub").unlink(), "rotation-broken"),
-    "the record of a rotation removed": (lambda output: _retired(output, ".json").unlink(), "rotation-broken"),
-    "a retired key replaced": (lambda output: _retired(output, ".pub").write_bytes(b"no key"), "rotation-broken"),
-    "a key that others can read": (lambda output: (output / "keys/signing.pem").chmod(0o640), "key-exposed"),
-    "keys that others can replace": (lambda output: (output / "keys").chmod(0o777), "key-exposed"),
-}
+FAULTS |= _by_code(
+    {
+        "rotation-broken": {
+            "a retired key removed": lambda output: _retired(output, ".pub").unlink(),
+            "the record of a rotation removed": lambda output: _retired(output, ".json").unlink(),
+            "a retired key replaced": lambda output: _retired(output, ".pub").write_bytes(b"no key"),
+        },
+        "key-exposed": {
+            "a key that others can read": lambda output: (output / "keys/signing.pem").chmod(416),
+            "keys that others can replace": lambda output: (output / "keys").chmod(511),
+        },
+    }
+)
 
 
 @fault("key-exposed")
@@ -364,36 +369,36 @@ def a_key_that_is_a_link(output: Path) -> None:
 ALIAS = "insert into registered_model_aliases (alias, version, name, workspace) values "
 ALIAS_BY_HAND = f"{ALIAS} ('champion', 1, '{NAME}', 'default')"
 
-FAULTS |= {
-    "the log removed": (lambda output: (output / LOG).unlink(), "log-missing"),
-    "the log removed and an alias put by hand": (
-        lambda output: ((output / LOG).unlink(), sql(output, ALIAS_BY_HAND)),
-        "alias-moved",
-    ),
-    "the last entry removed": (lambda output: write_lines(output, lines(output)[:-1]), "log-shorter"),
-    "several entries removed": (lambda output: write_lines(output, lines(output)[:-5]), "log-shorter"),
-    "an entry taken out": (lambda output: write_lines(output, lines(output)[:3] + lines(output)[4:]), "log-broken"),
-    "two entries swapped": (
-        lambda output: write_lines(output, [*lines(output)[1::-1], *lines(output)[2:]]),
-        "log-broken",
-    ),
-    "a bit of the log": (lambda output: flip(output / LOG), "log-broken"),
-    "no JSON in the log": (lambda output: write_lines(output, [*lines(output), b"approved\n"]), "log-broken"),
-    "an entry again": (lambda output: write_lines(output, [*lines(output), lines(output)[0]]), "log-broken"),
-    "an entry by a stranger": (
-        lambda output: write_lines(
-            output, [*lines(output)[:-1], signed(payload_of(lines(output)[-1]), new_private_key())]
-        ),
-        "log-broken",
-    ),
-    "the end of the log removed": (lambda output: (output / END).unlink(), "log-shorter"),
-    # A log line is signed with the same key: its type of predicate tells them apart.
-    "an entry in the place of the end": (lambda output: (output / END).write_bytes(lines(output)[-1]), "log-shorter"),
-    "an end by a stranger": (
-        lambda output: (output / END).write_bytes(signed(payload_of((output / END).read_bytes()), new_private_key())),
-        "log-shorter",
-    ),
-}
+FAULTS |= _by_code(
+    {
+        "log-missing": {"the log removed": lambda output: (output / LOG).unlink()},
+        "alias-moved": {
+            "the log removed and an alias put by hand": lambda output: (
+                (output / LOG).unlink(),
+                sql(output, ALIAS_BY_HAND),
+            )
+        },
+        "log-shorter": {
+            "the last entry removed": lambda output: write_lines(output, lines(output)[:-1]),
+            "several entries removed": lambda output: write_lines(output, lines(output)[:-5]),
+            "the end of the log removed": lambda output: (output / END).unlink(),
+            "an entry in the place of the end": lambda output: (output / END).write_bytes(lines(output)[-1]),
+            "an end by a stranger": lambda output: (output / END).write_bytes(
+                signed(payload_of((output / END).read_bytes()), new_private_key())
+            ),
+        },
+        "log-broken": {
+            "an entry taken out": lambda output: write_lines(output, lines(output)[:3] + lines(output)[4:]),
+            "two entries swapped": lambda output: write_lines(output, [*lines(output)[1::-1], *lines(output)[2:]]),
+            "a bit of the log": lambda output: flip(output / LOG),
+            "no JSON in the log": lambda output: write_lines(output, [*lines(output), b"approved\n"]),
+            "an entry again": lambda output: write_lines(output, [*lines(output), lines(output)[0]]),
+            "an entry by a stranger": lambda output: write_lines(
+                output, [*lines(output)[:-1], signed(payload_of(lines(output)[-1]), new_private_key())]
+            ),
+        },
+    }
+)
 
 
 @fault("log-broken")
@@ -460,36 +465,38 @@ def _artifact(output: Path) -> Path:
     return next(path for path in sorted((output / "mlartifacts").rglob("*")) if path.is_file())
 
 
-FAULTS |= {
-    "a number of the record": (lambda output: _record(output, evaluation={"win_rate": 0.99}), "record-differs"),
-    "a run made to look at work": (lambda output: _record(output, status="running", seed=9), "run-changed"),
-    "facts of a run that was cut short": (lambda output: (_began(output), _record(output, seed=9)), "run-changed"),
-    "the report beside a run that was cut short": (
-        lambda output: (_began(output), (output / "report.html").write_text("win rate 0.99")),
-        "run-changed",
-    ),
-    "the numbers of a report": (lambda output: (output / "report.html").write_text("0.99"), "run-changed"),
-    "a record removed": (lambda output: (output / "lifecycle.json").unlink(), "run-changed"),
-    "the config": (lambda output: flip(output / "config.yaml"), "run-changed"),
-    "a script in a page": (lambda output: _page(output).write_text("<script>alert(1)</script>"), "run-changed"),
-    "a page added": (lambda output: _page(output).with_name("approved.html").write_text("x"), "file-unsigned"),
-    "a result": (
-        lambda output: edit_json(next(iter((output / "results").iterdir())), seconds=0.1),
-        "run-changed",
-    ),
-    "a metric on disk": (lambda output: flip(next(output.glob("records/ppo-2-*/metrics.jsonl"))), "run-changed"),
-    "a figure added": (lambda output: (next(output.glob("records/ppo-2-*")) / "b.png").touch(), "file-unsigned"),
-    "a figure removed": (lambda output: next(output.glob("records/ppo-2-*/training.png")).unlink(), "run-changed"),
-    "an artifact": (lambda output: flip(_artifact(output)), "run-changed"),
-    "an artifact removed": (lambda output: _artifact(output).unlink(), "run-changed"),
-    "an artifact added": (lambda output: _artifact(output).with_name("approval.json").touch(), "file-unsigned"),
-    "a file in the root": (lambda output: (output / "approval.pdf").write_text("x"), "file-unknown"),
-    "mlflow removed": (lambda output: (output / "mlflow.db").unlink(), "tracking-missing"),
-    "mlflow and the log removed": (
-        lambda output: ((output / "mlflow.db").unlink(), (output / LOG).unlink()),
-        "log-missing",
-    ),
-}
+FAULTS |= _by_code(
+    {
+        "record-differs": {"a number of the record": lambda output: _record(output, evaluation={"win_rate": 0.99})},
+        "run-changed": {
+            "a run made to look at work": lambda output: _record(output, status="running", seed=9),
+            "facts of a run that was cut short": lambda output: (_began(output), _record(output, seed=9)),
+            "the report beside a run that was cut short": lambda output: (
+                _began(output),
+                (output / "report.html").write_text("win rate 0.99"),
+            ),
+            "the numbers of a report": lambda output: (output / "report.html").write_text("0.99"),
+            "a record removed": lambda output: (output / "lifecycle.json").unlink(),
+            "the config": lambda output: flip(output / "config.yaml"),
+            "a script in a page": lambda output: _page(output).write_text("<script>alert(1)</script>"),
+            "a result": lambda output: edit_json(next(iter((output / "results").iterdir())), seconds=0.1),
+            "a metric on disk": lambda output: flip(next(output.glob("records/ppo-2-*/metrics.jsonl"))),
+            "a figure removed": lambda output: next(output.glob("records/ppo-2-*/training.png")).unlink(),
+            "an artifact": lambda output: flip(_artifact(output)),
+            "an artifact removed": lambda output: _artifact(output).unlink(),
+        },
+        "file-unsigned": {
+            "a page added": lambda output: _page(output).with_name("approved.html").write_text("x"),
+            "a figure added": lambda output: (next(output.glob("records/ppo-2-*")) / "b.png").touch(),
+            "an artifact added": lambda output: _artifact(output).with_name("approval.json").touch(),
+        },
+        "file-unknown": {"a file in the root": lambda output: (output / "approval.pdf").write_text("x")},
+        "tracking-missing": {"mlflow removed": lambda output: (output / "mlflow.db").unlink()},
+        "log-missing": {
+            "mlflow and the log removed": lambda output: ((output / "mlflow.db").unlink(), (output / LOG).unlink())
+        },
+    }
+)
 
 
 @fault("record-differs")
@@ -530,275 +537,204 @@ def another_mlflow(output: Path) -> None:
 
 # Rows of MLflow
 
-MODEL_COLUMNS = (
-    "experiment_id, name, artifact_location, creation_timestamp_ms, last_updated_timestamp_ms, status, "
-    "lifecycle_stage, model_type, source_run_id, status_message"
-)
-FOREIGN_MODEL = (
-    f"insert into logged_models (model_id, {MODEL_COLUMNS}) select 'm-evil', {MODEL_COLUMNS} from logged_models "
-    "where model_id = :policy",
-    "update logged_models set artifact_location = 'file:///evil' where model_id = 'm-evil'",
-    "insert into logged_model_params select 'm-evil', experiment_id, param_key, param_value from logged_model_params "
-    "where model_id = :policy",
-)
-VERSION_COLUMNS = (
-    "creation_time, last_updated_time, description, user_id, current_stage, run_id, status, status_message, run_link, "
-    "workspace"
-)
-SECOND_VERSION = (
-    f"insert into model_versions (name, version, source, storage_location, {VERSION_COLUMNS}) select name, 2, "
-    f"'models:/m-evil', 'file:///evil', {VERSION_COLUMNS} from model_versions",
-)
-RUN_COLUMNS = (
-    "source_type, source_name, entry_point_name, user_id, status, start_time, end_time, source_version, "
-    "lifecycle_stage, artifact_uri, experiment_id, deleted_time"
-)
-FOREIGN_RUN = (
-    f"insert into runs (run_uuid, name, {RUN_COLUMNS}) select 'evil', 'best model', {RUN_COLUMNS} from runs where "
-    "run_uuid = :run",
-)
-SECOND_MODEL = (
-    "insert into registered_models (name, creation_time, last_updated_time, description, workspace) values "
-    "('approved-policy', 1, 1, '', 'default')",
-)
-VERSION = "update model_versions set "
-POLICY = "update logged_models set {} where model_id = :policy"
-STAGE = "update runs set {} where run_uuid = :stage"
-RUN = "update runs set {} where run_uuid = :run"
-METRIC = "(key, value, timestamp, step, is_nan, run_uuid) values ('ppo/reward', 9, 5, 0, 0, {})"
-POINT = "where run_uuid = :stage and key = 'ppo/loss' and step = 1"
-TAG = "insert into tags (key, value, run_uuid) values ({}, 'yes', {})"
 
-ROWS: dict[str, dict[str, tuple[str, ...]]] = {
-    "alias-moved": {
-        "an alias moved": (ALIAS + "('champion', 1, 'synthetic-policy', 'default')",),
-        "an alias removed": ('delete from registered_model_aliases',),
-        "champion of a second version": (
-            *FOREIGN_MODEL,
-            *SECOND_VERSION,
-            ALIAS + " ('champion', 2, 'synthetic-policy', 'default')",
-        ),
-        "champion of a version that is not there": (ALIAS + " ('champion', 9, 'synthetic-policy', 'default')",),
-        "an alias of one's own": (ALIAS + " ('production', 1, 'synthetic-policy', 'default')",),
-        "champion of a second registered model": (
-            *SECOND_MODEL,
-            ALIAS + " ('champion', 1, 'approved-policy', 'default')",
-        ),
-    },
-    "registry-changed": {
-        "the source of a version": (
-            VERSION + "source = 'models:/' || (select model_id from logged_models where model_type = 'sft')",
-        ),
-        "a path as source": (VERSION + "source = '/evil/model'",),
-        "storage location": (VERSION + "storage_location = 'file:///evil'",),
-        "no storage location": (VERSION + 'storage_location = null',),
-        "the run of a version": (VERSION + 'run_id = :run',),
-        "status of a version": (VERSION + "status = 'FAILED_REGISTRATION'",),
-        "message of a version": (VERSION + "status_message = 'approved'",),
-        "author of a version": (VERSION + "user_id = 'the board'",),
-        "link of a version": (VERSION + "run_link = 'http://evil'",),
-        "workspace of a version": (VERSION + "workspace = 'other'",),
-        "digest of a version": ("update model_version_tags set value = 'x' where key = 'xray.sha256'",),
-        "address of a version": ("update model_version_tags set value = 'x' where key = 'xray.uri'",),
-    },
-    "registry-page-changed": {
-        "page of a version": (VERSION + "description = description || ' approved'",),
-        "stage of a version": (VERSION + "current_stage = 'Production'",),
-        "a tag of a page removed": ("delete from model_version_tags where key = 'xray.evaluation'",),
-        "a tag of ours on a version": (
-            "insert into model_version_tags (key, value, name, version, workspace) values ('xray.approved', 'yes', "
-            ":name, 1, 'default')",
-        ),
-        "page of a registered model": ("update registered_models set description = 'at will'",),
-        "a tag of ours on a registered model": (
-            "insert into registered_model_tags (key, value, name, workspace) values ('xray.approved', 'yes', :name, "
-            "'default')",
-        ),
-    },
-    "registry-unexplained": {
-        "second version": (*FOREIGN_MODEL, *SECOND_VERSION),
-        "second registered model": (*SECOND_MODEL,),
-    },
-    "mlflow-model-changed": {
-        "a twin of the model that a version names": (
-            *FOREIGN_MODEL,
-            VERSION + "source = 'models:/m-evil', storage_location = 'file:///evil'",
-        ),
-        "a param of a model": (
-            "update logged_model_params set param_value = 'x' where param_key = 'code_digest' and model_id = :policy",
-        ),
-        "a tag of ours on a model": (
+def _all(table: str, columns: str, where: str, **other: str) -> str:
+    """Copy a row, with other values in some columns."""
+    names = [*other, *columns.split()]
+    return f"insert into {table} ({', '.join(names)}) select {', '.join([*other.values(), *columns.split()])} {where}"
+
+
+def _row(table: str, **values: str) -> str:
+    return f"insert into {table} ({', '.join(values)}) values ({', '.join(values.values())})"
+
+
+def _updates(table: str, *changes: str, where: str = "") -> list[tuple[str]]:
+    """A statement each; what stands behind a `|` narrows it."""
+    split = [change.partition(" | ") for change in changes]
+    return [(f"update {table} set {change} {f'where {narrow}' if narrow else where}",) for change, _, narrow in split]
+
+
+FOREIGN_MODEL = (
+    _all(
+        "logged_models",
+        COMPARED["logged_models"].replace("model_id ", ""),
+        "from logged_models where model_id = :policy",
+        model_id="'m-evil'",
+    ),
+    "update logged_models set artifact_location = 'file:///evil' where model_id = 'm-evil'",
+    _all(
+        "logged_model_params",
+        "experiment_id param_key param_value",
+        "from logged_model_params where model_id = :policy",
+        model_id="'m-evil'",
+    ),
+)
+VERSION_COLUMNS = re.sub(r"\b(version|source|storage_location) ", "", COMPARED["model_versions"])
+SECOND_VERSION = _all(
+    "model_versions",
+    VERSION_COLUMNS,
+    "from model_versions",
+    version="2",
+    source="'models:/m-evil'",
+    storage_location="'file:///evil'",
+)
+RUN_COLUMNS = COMPARED["runs"].replace("run_uuid name ", "")
+FOREIGN_RUN = _all("runs", RUN_COLUMNS, "from runs where run_uuid = :run", run_uuid="'evil'", name="'best model'")
+SECOND_MODEL = _row(
+    "registered_models", name="'approved-policy'", creation_time="1", last_updated_time="1", workspace="'default'"
+)
+POLICY, STAGE, RUN = "where model_id = :policy", "where run_uuid = :stage", "where run_uuid = :run"
+POINT = f"{STAGE} and key = 'ppo/loss' and step = 1"
+
+
+def _alias(alias: str, version: int, name: str = NAME) -> str:
+    return f"{ALIAS} ('{alias}', {version}, '{name}', 'default')"
+
+
+def _tag(key: str, run: str) -> str:
+    return _row("tags", key=f"'{key}'", value="'yes'", run_uuid=run)
+
+
+def _metric(run: str, *tables: str) -> tuple[str, ...]:
+    values = {"key": "'ppo/reward'", "value": "9", "timestamp": "5", "step": "0", "is_nan": "0", "run_uuid": run}
+    return tuple(_row(table, **values) for table in tables)
+
+
+def _input(uuid: str, source: str, source_id: str, kind: str, step: int) -> str:
+    return f"insert into inputs values ('{uuid}', '{source}', {source_id}, '{kind}', :policy, {step})"
+
+
+def _sft(column: str) -> str:
+    return f"(select {column} from logged_models where model_type = 'sft')"
+
+
+ROWS: dict[str, list[tuple[str, ...]]] = {
+    "alias-moved": [
+        (ALIAS_BY_HAND,),
+        ("delete from registered_model_aliases",),
+        (*FOREIGN_MODEL, SECOND_VERSION, _alias("champion", 2)),
+        (_alias("champion", 9),),
+        (_alias("production", 1),),
+        (SECOND_MODEL, _alias("champion", 1, "approved-policy")),
+    ],
+    "registry-changed": [
+        *_updates("model_versions", f"source = 'models:/' || {_sft('model_id')}"),
+        *_updates("model_versions", "source = '/evil/model'", "storage_location = 'file:///evil'"),
+        *_updates("model_versions", "storage_location = null", "run_id = :run", "status = 'FAILED_REGISTRATION'"),
+        *_updates("model_versions", "status_message = 'approved'", "user_id = 'the board'", "workspace = 'other'"),
+        *_updates("model_versions", "run_link = 'http://evil'"),
+        *_updates("model_version_tags", "value = 'x' | key = 'xray.sha256'", "value = 'x' | key = 'xray.uri'"),
+    ],
+    "registry-unexplained": [(*FOREIGN_MODEL, SECOND_VERSION), (SECOND_MODEL,)],
+    "mlflow-model-changed": [
+        # A twin of the model that a version names.
+        (*FOREIGN_MODEL, "update model_versions set source = 'models:/m-evil', storage_location = 'file:///evil'"),
+        *_updates("logged_model_params", "param_value = 'x' | param_key = 'code_digest' and model_id = :policy"),
+        (
             "insert into logged_model_tags (model_id, experiment_id, tag_key, tag_value) select model_id, "
-            "experiment_id, 'xray.approved', 'yes' from logged_models where model_id = :policy",
+            f"experiment_id, 'xray.approved', 'yes' from logged_models {POLICY}",
         ),
-        "artifacts of a model": (POLICY.format("artifact_location = 'file:///evil'"),),
-        "name of a model": (POLICY.format("name = 'gpt'"),),
-        "status of a model": (POLICY.format('status = 3'),),
-        "message of a model": (POLICY.format("status_message = 'approved'"),),
-        "an older record of a checkpoint with another parent": (
+        *_updates("logged_models", "artifact_location = 'file:///evil'", "name = 'gpt'", "status = 3", where=POLICY),
+        *_updates("logged_models", "status_message = 'approved'", where=POLICY),
+        # An older record of a checkpoint, with another parent.
+        (
             *FOREIGN_MODEL,
             "update logged_model_params set param_value = '00' where model_id = 'm-evil' and param_key like 'parent.%'",
         ),
-    },
-    "mlflow-model-missing": {
-        "identity of a model": (
-            "update logged_model_params set param_value = 'ff' where param_key = 'sha256' and model_id = :policy",
-        ),
-        "a parent deleted": ("update logged_models set lifecycle_stage = 'deleted' where model_type = 'sft'",),
-    },
-    "mlflow-row-unexplained": {
-        "a model of nothing": (
-            *FOREIGN_MODEL,
-            "update logged_model_params set param_value = 'ff' where model_id = 'm-evil'",
-        ),
-        "metrics of a model": (
+    ],
+    "mlflow-model-missing": [
+        *_updates("logged_model_params", "param_value = 'ff' | param_key = 'sha256' and model_id = :policy"),
+        *_updates("logged_models", "lifecycle_stage = 'deleted' | model_type = 'sft'"),
+    ],
+    "mlflow-row-unexplained": [
+        (*FOREIGN_MODEL, "update logged_model_params set param_value = 'ff' where model_id = 'm-evil'"),
+        (
             "insert into logged_model_metrics (model_id, metric_name, metric_timestamp_ms, metric_step, "
             "metric_value, experiment_id, run_id) select :policy, 'win rate', 1, 0, 0.99, experiment_id, :stage from "
-            "logged_models where model_id = :policy",
+            f"logged_models {POLICY}",
         ),
-        "a run of one's own": (*FOREIGN_RUN,),
-        "a run that calls itself an import": (
-            *FOREIGN_RUN,
-            "insert into tags (key, value, run_uuid) values ('xray.imported', 'true', 'evil')",
-            "insert into latest_metrics (key, value, timestamp, step, is_nan, run_uuid) values ('ppo/reward', 9, 5, "
-            "0, 0, 'evil')",
-        ),
-        "an experiment of one's own": (
+        (FOREIGN_RUN,),
+        (FOREIGN_RUN, _tag("xray.imported", "'evil'"), *_metric("'evil'", "latest_metrics")),
+        (
             "insert into experiments (name, artifact_location, lifecycle_stage, creation_time, last_update_time, "
             "workspace) values ('approved', 'file:///evil', 'active', 1, 1, 'default')",
         ),
-        "artifacts of a workspace": ("update workspaces set default_artifact_root = 'file:///evil'",),
-        "a webhook": (
+        *_updates("workspaces", "default_artifact_root = 'file:///evil'"),
+        (
             "insert into webhooks (webhook_id, name, url, status, creation_timestamp, last_updated_timestamp, "
             "workspace) values ('w', 'w', 'http://evil', 'ACTIVE', 1, 1, 'default')",
         ),
-    },
-    "mlflow-run-changed": {
-        "a param of a run": ("update params set value = 'x' where key = 'lr' and run_uuid = :stage",),
-        "a tag of a run": ("update tags set value = 'x' where key = 'xray.key' and run_uuid = :stage",),
-        "attempts of a run": ("update tags set value = '77' where key = 'xray.attempts' and run_uuid = :stage",),
-        "a tag of ours on a run": ("insert into tags (key, value, run_uuid) values ('xray.approved', 'yes', :stage)",),
-        "a tag of ours on the lifecycle": (
-            "insert into tags (key, value, run_uuid) values ('xray.approved', 'yes', :run)",
+    ],
+    "mlflow-run-changed": [
+        *_updates(
+            "params", "value = 'x' | key = 'lr' and run_uuid = :stage", "value = '9' | key = 'seed' and run_uuid = :run"
         ),
-        "a param of the lifecycle": ("update params set value = '9' where key = 'seed' and run_uuid = :run",),
-        "name of the lifecycle": (RUN.format("name = 'approved'"),),
-        "status of the lifecycle": (RUN.format("status = 'FAILED'"),),
-        "status of a stage": (STAGE.format("status = 'FAILED'"),),
-        "artifacts of a run": (STAGE.format("artifact_uri = 's3://evil'"),),
-        "artifacts of the lifecycle": (RUN.format("artifact_uri = 'file:///evil'"),),
-        "user of a run": (RUN.format("user_id = 'the board'"),),
-        "source of a run": (STAGE.format("source_name = 'audited.py'"),),
-        "version of a run": (STAGE.format("source_version = 'abcdef'"),),
-        "experiment of a run": (STAGE.format('experiment_id = 0'),),
-        "source in tags": (
-            "insert into tags (key, value, run_uuid) values ('mlflow.source.git.commit', 'yes', :stage)",
-        ),
-        "name in tags": ("update tags set value = 'approved' where key = 'mlflow.runName' and run_uuid = :stage",),
-        "a run below the lifecycle": (
-            *FOREIGN_RUN,
+        *_updates("tags", "value = 'x' | key = 'xray.key' and run_uuid = :stage"),
+        *_updates("tags", "value = '77' | key = 'xray.attempts' and run_uuid = :stage"),
+        *_updates("tags", "value = 'approved' | key = 'mlflow.runName' and run_uuid = :stage"),
+        (_tag("xray.approved", ":stage"),),
+        (_tag("xray.approved", ":run"),),
+        (_tag("mlflow.source.git.commit", ":stage"),),
+        *_updates("runs", "name = 'approved'", "status = 'FAILED'", "user_id = 'the board'", where=RUN),
+        *_updates("runs", "artifact_uri = 'file:///evil'", where=RUN),
+        *_updates("runs", "status = 'FAILED'", "artifact_uri = 's3://evil'", "experiment_id = 0", where=STAGE),
+        *_updates("runs", "source_name = 'audited.py'", "source_version = 'abcdef'", where=STAGE),
+        (
+            FOREIGN_RUN,
             "insert into tags (key, value, run_uuid) values ('mlflow.parentRunId', :run, 'evil'), ('mlflow.runName', "
             "'best model', 'evil'), ('xray.key', (select value from tags where run_uuid = :stage and key = "
             "'xray.key'), 'evil')",
         ),
-        "name of an experiment": ("update experiments set name = 'approved' where name = 'synthetic'",),
-    },
-    "mlflow-run-deleted": {
-        "a stage's run deleted": (STAGE.format("lifecycle_stage = 'deleted'"),),
-        "the lifecycle's run deleted": (RUN.format("lifecycle_stage = 'deleted'"),),
-        "an experiment deleted": ("update experiments set lifecycle_stage = 'deleted'",),
-    },
-    "mlflow-run-missing": {
-        "the lifecycle's run removed": (
-            'delete from tags where run_uuid = :run',
-            'delete from params where run_uuid = :run',
-            'delete from runs where run_uuid = :run',
-        ),
-    },
-    "log-shorter": {
-        "the log's mark": ("update tags set value = replace(value, ':', ':9') where key = 'xray.log'",),
-        "the log's mark on a version": (
-            "update model_version_tags set value = replace(value, ':', ':9') where key = 'xray.log'",
-        ),
-    },
-    "mlflow-location-changed": {
-        "artifacts of an experiment": (
-            "update experiments set artifact_location = 'file:///evil' where name = 'synthetic'",
-        ),
-    },
-    "mlflow-metric-changed": {
-        "a number of the evaluation": ("update latest_metrics set value = value + 0.1 where key = 'evaluate/kl'",),
-        "a value of a history": (
-            "update metrics set value = 9 where run_uuid = :stage and key = 'ppo/loss' and step = 1",
-        ),
-        "a step of a history": (
-            "update metrics set step = 7 where run_uuid = :stage and key = 'ppo/loss' and step = 1",
-        ),
-        "a time of a history": (
-            "update metrics set timestamp = 77 where run_uuid = :stage and key = 'ppo/loss' and step = 1",
-        ),
-        "a point removed": ("delete from metrics where run_uuid = :stage and key = 'ppo/loss' and step = 1",),
-        "a metric added": (
-            "insert into metrics (key, value, timestamp, step, is_nan, run_uuid) values ('ppo/reward', 9, 5, 0, 0, "
-            ":stage)",
-            "insert into latest_metrics (key, value, timestamp, step, is_nan, run_uuid) values ('ppo/reward', 9, 5, "
-            "0, 0, :stage)",
-        ),
-        "latest value": ("update latest_metrics set value = 9 where run_uuid = :stage and key = 'ppo/loss'",),
-        "latest step": ("update latest_metrics set step = 99 where run_uuid = :stage and key = 'ppo/loss'",),
-        "no latest value": ("delete from latest_metrics where run_uuid = :stage and key = 'ppo/loss'",),
-        "latest value of a lifecycle": (
-            "insert into latest_metrics (key, value, timestamp, step, is_nan, run_uuid) values ('ppo/reward', 9, 5, "
-            "0, 0, :run)",
-        ),
-    },
-    "mlflow-input-added": {
-        "a late input": (
-            "insert into inputs values ('late', 'RUN_INPUT', (select source_run_id from logged_models where "
-            "model_type = 'sft'), 'MODEL_INPUT', :policy, 0)",
-        ),
-        "step of an output": ("update inputs set step = 9 where source_type = 'RUN_OUTPUT' and source_id = :stage",),
-        "an output of another run": (
-            "insert into inputs values ('evil', 'RUN_OUTPUT', (select run_uuid from runs where name = 'sft'), "
-            "'MODEL_OUTPUT', :policy, 1)",
-        ),
-        "an input of an unknown kind": (
-            "insert into inputs values ('evil', 'APPROVED_BY', :stage, 'MODEL_INPUT', :policy, 0)",
-        ),
-        "context of a dataset": ("update input_tags set value = 'evaluation' where name = 'mlflow.data.context'",),
-        "a tag of an input": (
-            "insert into input_tags select input_uuid, 'licence', 'MIT' from inputs where source_type = 'DATASET'",
-        ),
-    },
-    "mlflow-input-missing": {
-        "an input removed": ("delete from inputs where source_type = 'RUN_INPUT' and source_id = :stage",),
-    },
-    "mlflow-dataset-changed": {
-        "digest of a dataset": ("update datasets set digest = 'x'",),
-        "digest of an input": ("update input_tags set value = 'x' where name = 'xray.sha256'",),
-        "name of a dataset": ("update datasets set name = 'licensed'",),
-        "source of a dataset": ('update datasets set dataset_source = \'{"uri": "/evil"}\'',),
-        "schema of a dataset": ("update datasets set dataset_schema = '{}'",),
-    },
-    "tracking-unknown": {
-        "a table": ('create table approvals (name text)',),
-        "a column": ('alter table model_versions add column approved text',),
-        "a view": ('create view approved as select * from runs',),
-        "a trigger": (
+        *_updates("experiments", "name = 'approved' | name = 'synthetic'"),
+    ],
+    "mlflow-run-deleted": [
+        *(_updates("runs", "lifecycle_stage = 'deleted'", where=where)[0] for where in (STAGE, RUN)),
+        *_updates("experiments", "lifecycle_stage = 'deleted'"),
+    ],
+    "mlflow-run-missing": [tuple(f"delete from {table} {RUN}" for table in ("tags", "params", "runs"))],
+    "log-shorter": [
+        *_updates("tags", "value = replace(value, ':', ':9') | key = 'xray.log'"),
+        *_updates("model_version_tags", "value = replace(value, ':', ':9') | key = 'xray.log'"),
+    ],
+    "mlflow-location-changed": _updates("experiments", "artifact_location = 'file:///evil' | name = 'synthetic'"),
+    "mlflow-metric-changed": [
+        *_updates("latest_metrics", "value = value + 0.1 | key = 'evaluate/kl'"),
+        *_updates("metrics", "value = 9", "step = 7", "timestamp = 77", where=POINT),
+        (f"delete from metrics {POINT}",),
+        _metric(":stage", "metrics", "latest_metrics"),
+        *_updates("latest_metrics", "value = 9", "step = 99", where=f"{STAGE} and key = 'ppo/loss'"),
+        (f"delete from latest_metrics {STAGE} and key = 'ppo/loss'",),
+        _metric(":run", "latest_metrics"),
+    ],
+    "mlflow-input-added": [
+        (_input("late", "RUN_INPUT", _sft("source_run_id"), "MODEL_INPUT", 0),),
+        *_updates("inputs", "step = 9 | source_type = 'RUN_OUTPUT' and source_id = :stage"),
+        (_input("evil", "RUN_OUTPUT", _sft("source_run_id"), "MODEL_OUTPUT", 1),),
+        (_input("evil", "APPROVED_BY", ":stage", "MODEL_INPUT", 0),),
+        *_updates("input_tags", "value = 'evaluation' | name = 'mlflow.data.context'"),
+        ("insert into input_tags select input_uuid, 'licence', 'MIT' from inputs where source_type = 'DATASET'",),
+    ],
+    "mlflow-input-missing": [("delete from inputs where source_type = 'RUN_INPUT' and source_id = :stage",)],
+    "mlflow-dataset-changed": [
+        *_updates("datasets", "digest = 'x'", "name = 'licensed'", 'dataset_source = \'{"uri": "/evil"}\''),
+        *_updates("datasets", "dataset_schema = '{}'"),
+        *_updates("input_tags", "value = 'x' | name = 'xray.sha256'"),
+    ],
+    "tracking-unknown": [
+        ("create table approvals (name text)",),
+        ("alter table model_versions add column approved text",),
+        ("create view approved as select * from runs",),
+        (
             "create trigger moved after update on registered_model_aliases begin update model_versions set "
             "storage_location = 'file:///evil'; end",
         ),
-    },
-}  # fmt: skip
-"""Code that must be found → name → statements."""
+    ],
+}
+"""Code that must be found → statements, some at a time."""
 
 NOT_COVERED: dict[str, Change] = {
     "logs and caches": lambda output: (output / "digests.sqlite").write_bytes(b"x"),
-    "notes and tags of people": lambda output: sql(
-        output, TAG.format("'mlflow.note.content'", ":stage"), TAG.format("'team'", ":run")
-    ),
-    "metrics of the lifecycle": lambda output: sql(
-        output, *(f"insert into {table} {METRIC.format(':run')}" for table in ("metrics", "latest_metrics"))
-    ),
-}  # fmt: skip
+    "notes and tags of people": lambda output: sql(output, _tag("mlflow.note.content", ":stage"), _tag("team", ":run")),
+    "metrics of the lifecycle": lambda output: sql(output, *_metric(":run", "metrics", "latest_metrics")),
+}
 """What docs/lineage.md says no audit looks at."""

@@ -51,7 +51,10 @@ def forms(untouched: Path, tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("form", ["directory", "stage", "digest", "bundle", "in a bundle"])
+@pytest.mark.parametrize(
+    "form",
+    ["directory", "bundle", *(pytest.param(f, marks=pytest.mark.long) for f in ("stage", "digest", "in a bundle"))],
+)
 def test_it_comes_with_all_it_came_from(form: str, forms: dict[str, str], untouched: Path, tmp_path: Path) -> None:
     output = trusting(tmp_path / "run", untouched)
     ref = checkpoint_from(forms[form], output, uri(output))
@@ -158,8 +161,8 @@ class Sketch(Artifact):
     """A type that only this test knows, and registers nowhere."""
 
 
-def test_unknown_types_and_kinds_get_the_common_checks(tmp_path: Path) -> None:
-    life = Lifecycle(tmp_path / "run").whole()
+def test_unknown_types_and_kinds_get_the_common_checks(fresh: Callable[[], Path]) -> None:
+    life = Lifecycle.resumed(fresh())
     life.add("sketch", "draw", {"stats.json": b'{"pairs": 3}'}, {"of": "ppo-2"}, type="Sketch")
     assert broken(life.output) == []
     node = resolve("sketch", life.output, None)[1]

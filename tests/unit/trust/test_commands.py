@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.trust.commands import place, xray
 from tests.unit.trust.synthetic import NAME, Lifecycle
 
@@ -65,41 +66,32 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (["audit"], "REF, --all: exactly one"),
-        (["audit", "x", "--all"], "REF, --all: exactly one"),
-        (["audit", "--all"], "--all: needs --output"),
-        (["audit", "nothing"], "REF: 'nothing' is not allowed: must be a checkpoint directory"),
-        (["audit", "nothing", "--output", "{output}"], "matches nothing in"),
-        (["audit", "--all", "--output", "/nowhere"], "--output: '/nowhere' is not allowed"),
-        (
-            ["audit", "ppo-2", "--output", "{output}", "--public-key", "/nowhere"],
-            "--public-key: '/nowhere' is not a file",
-        ),
-        (["lineage", "{output}"], "holds many checkpoints"),
-        (["lineage", "no-model@alias", "--output", "{output}"], "is not a registered model's alias"),
-        (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: 'm@candidate' is not a registered"),
-        (
-            ["promote", "ppo-2", "--output", "{output}", "--name", "m"],
-            "--note: is required without a terminal",
-        ),
-        (
-            ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],
-            "--set 'sft.lr=1' is not allowed: must be promotion.GATE=VALUE",
-        ),
-        (
-            ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "promotion.max_kl=-1"],
-            "promotion.max_kl: -1 is not allowed: must be greater than 0",
-        ),
-        (["import", "/nowhere.tar", "--output", "{output}"], "bundle: '/nowhere.tar' cannot be read"),
+        ["audit"],
+        ["audit", "x", "--all"],
+        ["audit", "--all"],
+        ["audit", "nothing"],
+        ["audit", "nothing", "--output", "{output}"],
+        ["audit", "--all", "--output", "/nowhere"],
+        ["audit", "ppo-2", "--output", "{output}", "--public-key", "/nowhere"],
+        ["lineage", "{output}"],
+        ["lineage", "no-model@alias", "--output", "{output}"],
+        ["promote", "--output", "{output}", "--name", "m", "--note", "n"],
+        ["promote", "ppo-2", "--output", "{output}", "--name", "m"],
+        ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],
+        ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "promotion.max_kl=-1"],
+        ["import", "/nowhere.tar", "--output", "{output}"],
     ],
+    ids=" ".join,
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, fresh: Callable[[], Path]) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], fresh: Callable[[], Path], message_texts: Messages
+) -> None:
     output = str(fresh())
     result = xray(*(argument.replace("{output}", output) for argument in arguments))
     assert result.exit_code == 2
-    assert message in result.stderr
+    message_texts.check(result.stderr)
     assert len(result.stderr.strip().splitlines()) == 1
 
 

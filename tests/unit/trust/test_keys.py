@@ -39,7 +39,7 @@ def test_old_and_new_records_verify_from_either_key(fresh: Callable[[], Path]) -
     second = copy_of_key(output, "second.pub")
     rotated(output)
     assert old not in [path.read_bytes() for path in (output / "keys").rglob("*") if path.is_file()]
-    lifecycle = Lifecycle(output).whole()
+    lifecycle = Lifecycle.resumed(output)
     lifecycle.add("ppo-3", "ppo", {"model.safetensors": b"3"}, {"policy": "ppo-2", "prompts": "prepare"})
     assert codes(output) == set()
     assert [key.until is None for key in trusted_keys(output)].count(True) == 1

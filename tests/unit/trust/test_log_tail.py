@@ -22,7 +22,7 @@ from xray_runtime.trust.keys import trusted_keys, trusted_view
 from xray_runtime.trust.log import append, log_checkpoints, sign_line
 from xray_runtime.trust.signing import signing_key
 
-ENTRIES = 3000
+ENTRIES = 500
 
 
 def aged(output: Path, entries: int = ENTRIES) -> None:

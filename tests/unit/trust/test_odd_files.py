@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.trust.sweeps import sweep
-from tests.unit.trust.synthetic import Lifecycle
+from tests.sweeps import sweep
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.seal import process_seal
@@ -73,38 +72,27 @@ NEW = (
 )
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lifecycle without MLflow, whose audit is quick."""
-    return Lifecycle(tmp_path_factory.mktemp("made") / "run", tracking=False).whole().output
-
-
-@pytest.fixture
-def output(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
-
-
 def found(output: Path) -> set[str]:
     return {finding.code for finding in audit(open_lineage_store(output, None)).findings}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "place"), sweep(KINDS, PLACES))
-def test_odd_files_in_place_of_records_are_found(kind: Callable[[Path], None], place: str, output: Path) -> None:
-    kind(next(iter(output.glob(place))))
-    assert not audit(open_lineage_store(output, None)).is_sound
+def test_odd_files_in_place_of_records_are_found(kind: Callable[[Path], None], place: str, bare: Path) -> None:
+    kind(next(iter(bare.glob(place))))
+    assert not audit(open_lineage_store(bare, None)).is_sound
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "place"), sweep(KINDS, NEW))
-def test_stray_files_are_named(kind: Callable[[Path], None], place: str, output: Path) -> None:
-    digits = [next(iter(output.glob(f"checkpoints/{stage}-*"))).name.rpartition("-")[2] for stage in ("sft", "prepare")]
-    path = output / place.format(*digits)
+def test_stray_files_are_named(kind: Callable[[Path], None], place: str, bare: Path) -> None:
+    digits = [next(iter(bare.glob(f"checkpoints/{stage}-*"))).name.rpartition("-")[2] for stage in ("sft", "prepare")]
+    path = bare / place.format(*digits)
     path.parent.mkdir(exist_ok=True, parents=True)
-    before = found(output) if kind is sparse else set()
+    before = found(bare) if kind is sparse else set()
     kind(path)
     # An empty directory, and a link where none is looked for, are nothing.
-    assert found(output) > before or kind is not sparse or place in ("verified.json", "keys/trusted")
+    assert found(bare) > before or kind is not sparse or place in ("verified.json", "keys/trusted")
 
 
 def test_a_file_that_is_none_has_no_digest(tmp_path: Path) -> None:

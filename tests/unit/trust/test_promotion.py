@@ -12,7 +12,7 @@ import mlflow
 import pytest
 
 from tests.unit.trust.promoting import aliases, broken, promoted, second_candidate
-from tests.unit.trust.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
+from tests.unit.trust.synthetic import NAME, Lifecycle, copied, decided, evaluation_files, examples, judged, judged_by
 from tests.unit.trust.tampering import place, restated
 from xray.flows.promote import review_markdown
 from xray_runtime.kernel.config.validation import ConfigError
@@ -31,11 +31,24 @@ from xray_runtime.trust.promotion import (
 from xray_runtime.trust.signing import signing_key
 
 
-def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]) -> None:
-    output = fresh()
-    promoted(output, "ppo-2", min_win_rate=0.4)
-    assert aliases(output) == {"candidate": "1", "champion": "1"}
-    promoted(output, second_candidate(output), "compare", min_win_rate=0.4, max_regression=0.2)
+@pytest.fixture(scope="module")
+def made(untouched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = copied(untouched, tmp_path_factory.mktemp("champion") / "run")
+    promoted(output, "ppo-2", min_win_rate=None)
+    second_candidate(output)
+    return output
+
+
+@pytest.fixture
+def second(made: Path, tmp_path: Path) -> Path:
+    """ppo-2 is champion, and ppo-3 a candidate that was compared with it."""
+    return copied(made, tmp_path / "second")
+
+
+def test_a_sound_candidate_is_promoted_and_rolled_back(second: Path) -> None:
+    output = second
+    assert aliases(output) == {"candidate": "2", "champion": "1"}
+    promoted(output, "ppo-3", "compare", min_win_rate=0.4, max_regression=0.2)
     assert aliases(output) == {"candidate": "2", "champion": "2", "previous": "1"}
     assert broken(output) == []
     decision = roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="worse than it looked")
@@ -107,36 +120,23 @@ def test_two_who_decide_at_the_same_time(fresh: Callable[[], Path]) -> None:
         promote(place, seen, by="the second", note="")
 
 
-def test_a_previous_champion_that_was_changed_is_not_rolled_back_to(fresh: Callable[[], Path]) -> None:
-    output = fresh()
-    promoted(output, "ppo-2", min_win_rate=None)
-    promoted(output, second_candidate(output), "compare", min_win_rate=None, max_regression=0.2)
-    weights = next(iter(output.glob("checkpoints/ppo-2-*/model.safetensors")))
-    weights.write_bytes(weights.read_bytes()[::-1])
-    with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
-        roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
-    assert aliases(output)["champion"] == "2"
-
-
-def test_without_a_previous_champion_nothing_is_rolled_back_to(fresh: Callable[[], Path]) -> None:
-    output = fresh()
+def test_a_previous_champion_that_is_missing_or_changed_is_not_rolled_back_to(second: Path) -> None:
+    output = second
 
     def back() -> None:
         roll_back(open_lineage_store(output, None), name=NAME, by="a person", note="")
 
     with pytest.raises(ConfigError, match="--rollback: 'synthetic-policy' has no previous champion"):
         back()
-    promoted(output, "ppo-2", min_win_rate=None)
-    with pytest.raises(ConfigError, match="--rollback: 'synthetic-policy' has no previous champion"):
+    promoted(output, "ppo-3", "compare", min_win_rate=None, max_regression=0.2)
+    [weights] = output.glob("checkpoints/ppo-2-*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[::-1])
+    with pytest.raises(NotPromoted, match=r"file-changed \(ppo-2"):
         back()
-    lifecycle = Lifecycle(output).whole()
-    lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "rewards.0": "reward"})
-    lifecycle.evaluate([f"question {i}" for i in range(50, 56)], policy="ppo-4", stage="evaluate-4")
-    lifecycle.register("ppo-4")
-    promoted(output, "ppo-4", min_win_rate=None, max_regression=None)
-    shutil.rmtree(next(iter(output.glob("checkpoints/ppo-2-*"))))
+    shutil.rmtree(weights.parent)
     with pytest.raises(NotPromoted, match=r"the previous champion \w{12} is not in the store"):
         back()
+    assert aliases(output)["champion"] == "2"
 
 
 def test_a_candidate_is_a_version_of_that_name(fresh: Callable[[], Path]) -> None:
@@ -187,7 +187,7 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
     store, node = resolve("ppo-2", output, None)
     seen = review(store, node, name=NAME, gates=PromotionConfig(min_win_rate=None))
     assert re.fullmatch(r"the defaults: evaluate \w+ has none on record; set by hand: min_win_rate", seen.gates_from)
-    Lifecycle(output).whole().evaluate(
+    Lifecycle.resumed(output).evaluate(
         [f"question {i}" for i in range(51, 57)], stage="evaluate-2", gates=PromotionConfig(**RECORDED).model_dump()
     )
     # Whatever config the directory was last run with.
@@ -260,35 +260,26 @@ def test_a_gate_without_its_numbers_does_not_hold(
     assert re.search(reason, failed[0].reason)
 
 
-def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path]) -> None:
-    output = fresh()
-    promoted(output, "ppo-2", min_win_rate=None)
-    stage = second_candidate(output, win_rate=0.55)
+def test_a_candidate_worse_than_the_champion_is_stopped(second: Path) -> None:
     with pytest.raises(NotPromoted, match="the candidate was not compared with the champion"):
-        promoted(output, stage, min_win_rate=None)
-    # 22 of 40 begin at 0.398.
-    reason = (
-        r"over the champion gold: 22 won, 18 lost, 0 tied; win rate 0.550 with ties by half, 95% from 0.398 \(at this"
-    )
+        promoted(second, "ppo-3", min_win_rate=None)
+    # 20 of 40 begin at 0.352.
+    reason = r"over the champion gold: 20 won, 20 lost, 0 tied; win rate 0.500 with ties by half, 95% from 0.352"
     with pytest.raises(NotPromoted, match=reason):
-        promoted(output, stage, "compare", min_win_rate=None)
-    promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
+        promoted(second, "ppo-3", "compare", min_win_rate=None)
+    promoted(second, "ppo-3", "compare", min_win_rate=None, max_regression=0.15)
 
 
-def test_a_changed_comparison_is_not_used(fresh: Callable[[], Path]) -> None:
-    output = fresh()
-    promoted(output, "ppo-2", min_win_rate=None)
-    stage = second_candidate(output, win_rate=0.3)
-    path = next(iter(output.glob("checkpoints/compare-*/comparison.json")))
-    path.write_text(path.read_text().replace("0.3", "0.9"))
+def test_a_changed_comparison_is_not_used(second: Path) -> None:
+    [path] = second.glob("checkpoints/compare-*/comparison.json")
+    path.write_text(path.read_text().replace("0.5", "0.9"))
     with pytest.raises(NotPromoted, match=r"the audit found .*\(compare"):
-        promoted(output, stage, "compare", min_win_rate=None, max_regression=0.2)
+        promoted(second, "ppo-3", "compare", min_win_rate=None, max_regression=0.2)
 
 
 def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    second_candidate(output)
-    lifecycle = Lifecycle(output).whole()
+    lifecycle = Lifecycle.resumed(output)
     lifecycle.add("ppo-4", "ppo", {"model.safetensors": b"4"}, {"policy": "sft", "rewards.0": "reward"})
     lifecycle.add("other", "prepare", {"train.arrow": examples(range(58, 70))}, {})
     lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
@@ -298,7 +289,7 @@ def test_a_comparison_on_what_the_champion_was_trained_on_is_found(fresh: Callab
 
 def test_who_is_compared_with_whom(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    lifecycle = Lifecycle(output).whole()
+    lifecycle = Lifecycle.resumed(output)
     lifecycle.add("other", "prepare", {"train.arrow": examples(range(58, 70))}, {})
     lifecycle.add("ppo-5", "ppo", {"model.safetensors": b"5"}, {"policy": "sft", "prompts": "other"})
     place, node = resolve("ppo-2", output, None)

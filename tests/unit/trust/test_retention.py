@@ -14,7 +14,7 @@ from xray_runtime.trust.retention import plan_prune, prune
 
 def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    lifecycle = Lifecycle(output).whole()
+    lifecycle = Lifecycle.resumed(output)
     lifecycle.add("trial", "ppo", {"model.safetensors": b"trial"}, {"policy": "ppo-1", "prompts": "prepare"})
     lifecycle.add("trial-2", "ppo", {"model.safetensors": b"trial 2"}, {"policy": "trial", "prompts": "prepare"})
     # Tokens of a dataset are no checkpoint, and go with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,7 @@ def test_a_card_names_the_terms_of_all_that_a_model_goes_back_to(tmp_path: Path)
     [
         (["mit", "apache-2.0", "CC-BY-NC-4.0"], []),
         (["MIT", "Apache-2.0"], ["some/judge (judge.model) has the licence CC-BY-NC-4.0: judge → ppo"]),
-        (
-            ["Apache-2.0", "CC-BY-NC-4.0"],
-            ["some/chats (prepare.source) has the licence MIT: prepare → ppo"],
-        ),
+        (["Apache-2.0", "CC-BY-NC-4.0"], ["some/chats (prepare.source) has the licence MIT: prepare → ppo"]),
         ([], ["some/base", "some/chats", "some/judge"]),
     ],
 )
@@ -105,10 +103,10 @@ def test_no_licence_on_record_and_no_record_are_conflicts(tmp_path: Path) -> Non
     assert "has no statement" in check_licenses(graph, ppo.sha256, ["MIT"]).reason
 
 
-def test_promotion_is_stopped(tmp_path: Path) -> None:
-    life = Lifecycle(tmp_path / "out").whole()
-    store = open_lineage_store(life.output, None)
-    _, node = resolve(f"{NAME}@candidate", life.output, None)
+def test_promotion_is_stopped(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    store = open_lineage_store(output, None)
+    _, node = resolve(f"{NAME}@candidate", output, None)
     gates = PromotionConfig(min_win_rate=0.3, allowed_licenses=["MIT"])
     with pytest.raises(NotPromoted, match=r"own.jsonl \(prepare.source\) has no licence on record: prepare \w+ → ppo"):
         promotion.review(store, node, name=NAME, gates=gates)

@@ -234,7 +234,7 @@ def _published(loop: _Loop, out: Path) -> int:
     done = config.iterations
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
-    # Of an earlier version nobody has the model any more; it was compared with transformers' as it was written.
+    # An earlier version was compared with transformers' model as it was written, and no model has it any more.
     reads = config.generator.capabilities.own_models and config.lora is None and not config.in_flight_updates
     if kept == done and reads:
         get(models["generator"].load_checkpoint.remote(out, done + 1))

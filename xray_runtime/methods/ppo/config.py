@@ -291,8 +291,7 @@ class PPOStageConfig(TrainingConfig):
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
-        cut = self.engine.data_parallel < self.engine.num_workhorses
-        if cut and runtime.weight_transfer in ("nccl", "ipc"):
+        if self.engine.is_split and runtime.weight_transfer in ("nccl", "ipc"):
             raise ValueError(
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"

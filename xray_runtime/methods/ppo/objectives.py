@@ -35,6 +35,7 @@ from xray_runtime.models.objectives import (
     response_logprobs,
     response_positions,
 )
+from xray_runtime.models.sequence_parallel import States
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -239,7 +240,7 @@ def _as_sampled(rows: Texts) -> Texts:
     return rows.with_columns(input_ids=Ragged(ids.values[keep], offsets), trunk=trunk)
 
 
-def _values(module: HeadedLM, hidden: Tensor, rows: Texts) -> Scores[Tensor]:
+def _values(module: HeadedLM, hidden: States, rows: Texts) -> Scores[Tensor]:
     values = module.scalars(hidden[response_positions(rows) - 1])
     final_values = module.scalars(hidden[rows.input_ids.offsets[1:] - 1])
     return Scores(values=of_responses(values, rows), final_values=final_values)

@@ -39,6 +39,8 @@ class Changes:
     offload: bool = False
     """Optimizer states in host memory."""
     micro_batch_tokens: int | None = None
+    row_tokens: int | None = None
+    """Tokens of the longest sequence."""
 
     def of_call(self, call: StageCall) -> StageCall:
         """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
@@ -70,7 +72,7 @@ class Changes:
     def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
         """The models of PPO with `count` parameters each, with these changes."""
         options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
-        workload = from_parameters(count, sequence_tokens, options)
+        workload = from_parameters(count, min(sequence_tokens, self.row_tokens or sequence_tokens), options)
         if self.micro_batch_tokens is None:
             return workload
         others = workload.open_choices - {"micro_batch_tokens"}
@@ -109,7 +111,8 @@ def plan(
             nodes reject every plan that fits.
     """
     calls = [changes.of_call(call) for call in graph.calls.values()]
-    stages = {call.name: planned for call in calls if (planned := plan_call(call, machine, nodes)) is not None}
+    plans = ((call.name, plan_call(call, machine, nodes, changes.row_tokens)) for call in calls)
+    stages = {name: planned for name, planned in plans if planned is not None}
     if not stages:
         raise ConfigError("this graph cannot be planned: no stage has models")
     trains = any(plan.workload.of_use("trained") for plan in stages.values())
@@ -118,10 +121,15 @@ def plan(
     return GraphPlan(stages)
 
 
-def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None) -> Plan | None:
+def plan_call(
+    call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None, row_tokens: int | None = None
+) -> Plan | None:
     """The preferred plan of a stage that fits and that its config and `nodes` accept, or else the nearest; None if the
-    stage has no models. Raises ConfigError like `plan`."""
+    stage has no models. No sequence is longer than `row_tokens`. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
+    if workload is not None and row_tokens is not None:
+        longest = {name: min(getattr(workload, name), row_tokens) for name in ("sequence_tokens", "response_tokens")}
+        workload = replace(workload, **longest)
 
     def accept(candidate: Plan) -> None:
         check_call(with_layouts(call, candidate), machine.device, nodes)
@@ -196,7 +204,8 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
 
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     """The fields of `LayoutConfig`."""
-    return {"num_workhorses": layout.num_devices, "tensor_parallel": layout.tp, "pipeline_parallel": layout.pp}
+    degrees = {"tensor_parallel": layout.tp, "pipeline_parallel": layout.pp, "sequence_parallel": layout.sp}
+    return {"num_workhorses": layout.num_devices, **degrees}
 
 
 def _check_fits(plan: Plan, where: str = "") -> None:

@@ -171,7 +171,7 @@ def traffic_seconds(
     passes = 3.0 + role.options.checkpointing if training else 1.0
     share = 1.0 if role.top_layers is None or not training else role.top_layers / shape.num_layers
     kept = layer_activation_bytes(shape, workload.sequence_tokens, width, layout.tp)
-    moved = passes * ACTIVATION_TRAFFIC * kept * share * shape.num_layers / layout.pp
+    moved = passes * ACTIVATION_TRAFFIC * kept * share * shape.num_layers / (layout.pp * layout.sp)
     if role.scores_tokens:
         each = TRAINING_LOGIT_TRAFFIC if training else FORWARD_LOGIT_TRAFFIC
         reads = HEAD_READS["training" if training else "forward"]
@@ -186,10 +186,10 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
     tokens = max(workload.score_tokens, workload.sequence_tokens)
     passes = math.ceil(rows * workload.sequence_tokens / tokens)
-    flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp)
+    flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp * layout.sp)
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
     compute += traffic_seconds(role, layout, workload, rows, links, training=False)
-    gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
+    gathered = passes * _gather_bytes(role, layout) / links.ring(layout.num_copies)
     each = _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
     return role.scored_passes * each
 
@@ -205,19 +205,20 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     # A forward pass counts 1. Adapters need no gradients of the weights; a trunk is computed once per rollout.
     share = 1.0 if role.top_layers is None else role.top_layers / shape.num_layers
     weight = (2.0 if options.lora_rank is not None else 3.0) + (1.0 if options.checkpointing else 0.0)
-    flops = rows * forward_flops(role, workload) * weight * share / (layout.tp * layout.pp)
+    flops = rows * forward_flops(role, workload) * weight * share / (layout.tp * layout.pp * layout.sp)
     least = passes * math.ceil(shape.num_layers * share / layout.pp) * LAYER_S * weight
     compute = max(flops / links.flops(role.weight_bytes, tokens), least)
     compute += traffic_seconds(role, layout, workload, rows, links, training=True)
     compute *= (passes + layout.pp - 1) / passes
-    trained, ring = trained_parameters(role, layout), links.ring(layout.dp, layout.tp)
+    copies = layout.num_copies
+    trained, ring = trained_parameters(role, layout), links.ring(copies, layout.tp)
     gradients = trained * gradient_bytes(role.weight_bytes, layout.zero_stage, options.float32_sums)
     # ZeRO 2 and 3 reduce gradients after every pass, lower stages once a step.
     reductions = passes if layout.zero_stage >= 2 else 2 if layout.zero_stage == 0 else 1
-    moved = reductions * gradients * (layout.dp - 1) / layout.dp
+    moved = reductions * gradients * (copies - 1) / copies
     moved += 2 * passes * _gather_bytes(role, layout)
     if layout.zero_stage in (1, 2):
-        moved += trained * role.weight_bytes * (layout.dp - 1) / layout.dp
+        moved += trained * role.weight_bytes * (copies - 1) / copies
     split = (2 + options.checkpointing) * passes * _split_seconds(role, layout, tokens, links)
     handed = tokens * shape.hidden_size * role.weight_bytes / links.ring(2, layout.tp) + REDUCE_S
     split += 2 * passes * (layout.pp - 1) * handed
@@ -246,7 +247,8 @@ def sync_seconds(policy: Role, layout: Layout, workload: Workload, machine: Mach
     if workload.through_host or layout.tp * layout.pp > 1:
         return size * FLOAT32_BYTES / HOST_COPY_RATE
     links = Links(machine)
-    gathered = size * HALF_BYTES / links.ring(layout.dp) if layout.zero_stage == 3 and layout.dp > 1 else 0.0
+    copies = layout.num_copies
+    gathered = size * HALF_BYTES / links.ring(copies) if layout.zero_stage == 3 and copies > 1 else 0.0
     return gathered + size * HALF_BYTES / (links.memory if shared else links.ring(machine.num_devices))
 
 
@@ -318,11 +320,17 @@ def _overlapped(compute: float, moved: float) -> float:
 def _gather_bytes(role: Role, layout: Layout) -> float:
     """Bytes that a rank receives to have all weights once under ZeRO-3."""
     whole = role.shape.num_parameters * role.weight_bytes
-    return whole * (layout.dp - 1) / layout.dp if layout.zero_stage == 3 else 0.0
+    return whole * (layout.num_copies - 1) / layout.num_copies if layout.zero_stage == 3 else 0.0
 
 
 def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> float:
-    """Two all-reduces a layer of a forward pass over `tokens` tokens, under tensor parallelism."""
+    """A forward pass over `tokens` tokens: two all-reduces a layer under tensor parallelism, and where ranks share rows
+    four exchanges, of queries, keys, values and outputs."""
+    shape, sp = role.shape, layout.sp
+    if sp > 1:
+        heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_size
+        exchanged = tokens / sp * heads * role.weight_bytes * (sp - 1) / sp
+        return shape.num_layers * (exchanged / links.ring(sp) + 4 * REDUCE_S)
     if layout.tp == 1:
         return 0.0
     size = 2 * tokens * role.shape.hidden_size * role.weight_bytes * (layout.tp - 1) / layout.tp
@@ -330,7 +338,7 @@ def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> f
 
 
 def _optimizer_seconds(role: Role, layout: Layout, trained: int, links: Links) -> float:
-    own = trained / (layout.dp if layout.zero_stage else 1)
+    own = trained / (layout.num_copies if layout.zero_stage else 1)
     if role.options.offload:
         moved = own * (FLOAT32_BYTES + role.weight_bytes) / links.host
         return moved + own * ADAM_BYTES / HOST_ADAM_RATE

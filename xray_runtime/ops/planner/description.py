@@ -108,9 +108,10 @@ def _uncompared(machine: Machine) -> str | None:
 def _limit(chosen: Plan) -> str:
     group = chosen.fullest
     largest, part, size = group.largest()
+    row = f" for a row of {chosen.workload.row_tokens} tokens" * (part == "activations" and chosen.workload.is_long)
     return (
         f"the fullest device needs {_short(group.peak_bytes)} of {_short(chosen.machine.usable_bytes)} usable GB, most "
-        f"of it {largest.role.name}'s {part.replace('_', ' ')} ({_short(size)} GB)"
+        f"of it {largest.role.name}'s {part.replace('_', ' ')} ({_short(size)} GB){row}"
     )
 
 

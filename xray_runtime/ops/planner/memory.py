@@ -5,7 +5,8 @@
 its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
-w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp`.
+w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp` × sequence parallel
+`sp`, whose ranks hold states as data-parallel ones do and of a pass's activations a share each.
 
 Sources: model states after ZeRO (Rajbhandari et al. 2020, §3 and §5); activations counted in the manner of
 Korthikanti et al. 2022 (§4), for a Llama without dropout; fused attention keeps no scores (Dao et al. 2022), other
@@ -51,10 +52,17 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    sp: int = 1
+    """Ranks that share the tokens of each row."""
 
     @property
     def num_devices(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.num_copies
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold, or shard, the same weights."""
+        return self.dp * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +174,7 @@ def activation_bytes(
     *,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes that a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
+    """Bytes that a rank of the first pipeline stage keeps for the backward pass over `tokens` tokens.
 
     Without checkpointing, every layer's activations; with it, w·h per token and layer (Korthikanti et al. 2022, §5) and
     one layer's activations at a time. A pipeline's first stage has pp micro-batches in flight (1F1B), so `pp` saves
@@ -177,6 +185,7 @@ def activation_bytes(
         scored_length: as in `layer_activation_bytes`.
     """
     layers = ceil_div(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
+    tokens = ceil_div(tokens, layout.sp)
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
     if checkpointing:
@@ -229,7 +238,7 @@ def training_memory(
         held += trained
     sharding, sums = options.sharding, options.float32_sums
     weights, gradients, optimizer = model_states(
-        held, trained, weight_bytes, layout.zero_stage, layout.dp, sharding, float32_sums=sums
+        held, trained, weight_bytes, layout.zero_stage, layout.num_copies, sharding, float32_sums=sums
     )
     bucket_width = FLOAT32_BYTES if sums else weight_bytes
     bucket = min(sharding.bucket_elements, trained) * bucket_width if layout.zero_stage else 0
@@ -248,7 +257,9 @@ def training_memory(
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers
-        + gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding, offload=options.offload),
+        + gathered_bytes(
+            shape, held, weight_bytes, layout.zero_stage, layout.num_copies, sharding, offload=options.offload
+        ),
     )
 
 
@@ -266,9 +277,9 @@ def scoring_memory(
     """A frozen model that scores `tokens` tokens in one pass: one layer's activations at a time."""
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
-        weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
-        buffers=gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.dp, sharding),
-        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
+        weights=round(held * weight_bytes / (layout.num_copies if layout.zero_stage >= 3 else 1)),
+        buffers=gathered_bytes(shape, held, weight_bytes, layout.zero_stage, layout.num_copies, sharding),
+        activations=layer_activation_bytes(shape, ceil_div(tokens, layout.sp), weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
     )
@@ -336,7 +347,7 @@ def _loading_bytes(
     """
     reading, flat, states = reading_bytes(shape, weight_bytes, layout), 0, memory.optimizer
     if sharding.copies_float32 and layout.zero_stage:
-        flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1)
+        flat = weight_bytes * trained // (layout.num_copies if layout.zero_stage >= 3 else 1)
     if sharding.keeps_gradients and layout.zero_stage >= 3:
         states += memory.gradients + memory.buffers
     elif sharding.keeps_gradients and layout.zero_stage == 1 and float32_sums:

@@ -7,8 +7,8 @@
     colocated  every model on all GPUs; all awake, the generator asleep while the others work, or each in turn
     separate   GPUs of its own for every model: the trained ones share what the others leave
 
-Seconds of the phases add up, so each use has its own list of choices, and a plan is one of each. Optimizer states are
-offloaded, which is always slower, only where nothing fits without.
+Seconds of the phases add up, so each use has its own list of choices, and a plan is one of each. Ranks share the tokens
+of rows, and optimizer states are offloaded, which is always slower, only where nothing fits without.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from xray_runtime.ops.planner.cost import (
 )
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import NOTHING, Held, Placement, Plan, Sleeps, peak_bytes, plan_of
-from xray_runtime.ops.planner.splits import DEGREES, MAX_RANKS, groups, splits, trained_layouts, zero3_shards
+from xray_runtime.ops.planner.splits import (
+    DEGREES,
+    MAX_RANKS,
+    groups,
+    shared_rows,
+    splits,
+    trained_layouts,
+    zero3_shards,
+)
 from xray_runtime.ops.planner.workload import Role, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
@@ -64,7 +72,8 @@ Candidate = tuple[float, Sleeps, Choice, Choice, Choice]
 
 def plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     """Plans that fit, the fastest first; the nearest of each placement where none does."""
-    yield from _plans(workload, machine)
+    for shared in (workload, *shared_rows(workload)):
+        yield from _plans(shared, machine)
     if "offload" in workload.open_choices:
         yield from _plans(workload.with_options(offload=True), machine)
 
@@ -175,8 +184,8 @@ class _Search:
         variants = [workload.with_options(checkpointing=True)]
         if not all(role.options.checkpointing for role in self._trained):
             variants.insert(0, workload)
-        for tp, pp in splits(self._trained, machine):
-            most = min(groups_of(tp) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
+        for tp, pp in splits(self._trained, machine) if (sp := workload.sequence_parallel) == 1 else [(1, 1)]:
+            most = min(groups_of(tp) // (pp * sp), workload.batch_size, MAX_RANKS // (tp * pp * sp))
             for dp in _counts(most, fewer):
                 for layout in trained_layouts(workload, tp, pp, dp):
                     for choice in self._trained_choices(variants, layout, shared=shared):
@@ -209,8 +218,7 @@ class _Search:
         workload = self._workload
         if "micro_batch_tokens" not in workload.open_choices:
             return [workload.micro_batch_tokens]
-        per_row = workload.sequence_tokens * max(role.sequences_per_row for role in self._trained)
-        row, rows = max(per_row, 16), math.ceil(workload.batch_size / dp)
+        row, rows = max(workload.row_tokens, 16), math.ceil(workload.batch_size / dp)
         return [row * 2**n for n in range(12) if 2**n < 2 * rows and (n == 0 or row * 2**n <= MAX_PASS_TOKENS)]
 
     def _scoring(self, count: int, fewer: bool) -> Iterator[Choice]:

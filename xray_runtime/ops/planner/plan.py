@@ -34,7 +34,8 @@ class RolePlan:
         """Its layout in a few words, such as `ZeRO-2 TP2 DP4 recompute`."""
         layout, options = self.layout, self.role.options
         words = [f"ZeRO-{layout.zero_stage}"] if self.role.use == "trained" or layout.zero_stage else []
-        words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
+        degrees = {"TP": layout.tp, "PP": layout.pp, "SP": layout.sp, "DP": layout.dp}
+        words += [f"{name}{n}" for name, n in degrees.items() if n > 1]
         words += ["bf16"] if options.float32_sums else []
         words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
         words += ["offload"] if options.offload else []
@@ -151,7 +152,7 @@ class Plan:
     def kind(self) -> str:
         """Short name of the kind of layout."""
         trained = self.layouts["trained"]
-        split = ", split" if trained.tp * trained.pp > 1 else ""
+        split = ", split" if trained.tp * trained.pp > 1 else ", sharing rows" if trained.sp > 1 else ""
         again = ", recomputing" if self.recomputes else ""
         return self.placement + split + again + (", offloading" if self.offloads else "")
 

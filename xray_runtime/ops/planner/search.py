@@ -16,7 +16,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.ops.planner import on_gpus
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan, plan_of
-from xray_runtime.ops.planner.splits import MAX_RANKS, groups, splits, trained_layouts
+from xray_runtime.ops.planner.splits import MAX_RANKS, groups, shared_rows, splits, trained_layouts
 from xray_runtime.ops.planner.workload import Workload
 
 MAX_DEVICES = 65_536
@@ -62,11 +62,13 @@ def _cpu_plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     """All candidates; activations are kept before they are recomputed.
 
     All models share the devices. As many replicas of trained models are useful as a step has micro-batches; if that
-    does not fit, all devices may be used. A replica is whole, or split by tensor, or in pipeline stages as well.
+    does not fit, all devices may be used. A replica is whole, or split by tensor, or in pipeline stages as well. Ranks
+    share rows only where nothing fits without.
     """
-    again = workload.with_options(checkpointing=True)
-    for one in [workload, again] if again != workload else [workload]:
-        yield from _cpu_layouts(one, machine)
+    for shared in (workload, *shared_rows(workload)):
+        again = shared.with_options(checkpointing=True)
+        for one in [shared, again] if again != shared else [shared]:
+            yield from _cpu_layouts(one, machine)
 
 
 def _cpu_layouts(workload: Workload, machine: Machine) -> Iterator[Plan]:
@@ -80,8 +82,8 @@ def _cpu_layouts(workload: Workload, machine: Machine) -> Iterator[Plan]:
         yield plan(Layout())
     tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
-    for tp, pp in splits(trained, machine):
-        most = min(groups(machine, tp, []) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
+    for tp, pp in splits(trained, machine) if (sp := workload.sequence_parallel) == 1 else [(1, 1)]:
+        most = min(groups(machine, tp, []) // (pp * sp), workload.batch_size, MAX_RANKS // (tp * pp * sp))
         # A single replica has the most memory per device and needs the fewest other resources.
         for dp in dict.fromkeys((min(useful, most), most, min(1, most))) if most else ():
             yield from map(plan, trained_layouts(workload, tp, pp, dp))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.engines.trainer import trainer
+from xray_runtime.models.family import family_of
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.workload import Role, Workload
 
@@ -47,6 +49,17 @@ def groups(machine: Machine, tp: int, others: Sequence[int]) -> int:
     return sum(left // tp for left in free)
 
 
+def shared_rows(workload: Workload) -> Iterator[Workload]:
+    """The workload with more and more ranks that share the tokens of each row, where a pass is a single long row."""
+    roles = workload.of_use("trained")
+    if not roles or not workload.is_long:
+        return
+    whole = all(role.top_layers is None and family_of(role.shape.family).packs for role in roles)
+    if whole and all(trainer(role.library).capabilities.sequence_parallel for role in roles):
+        heads = math.gcd(*(role.shape.num_heads for role in roles))
+        yield from (replace(workload, sequence_parallel=sp) for sp in DEGREES[1:] if heads % sp == 0)
+
+
 def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[Layout]:
     """Layouts of the trained models by ZeRO stage: from the lowest that all support; more only for several replicas,
     and 3 only for whole ones."""
@@ -54,7 +67,9 @@ def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[L
     least = max((each.least_zero_stage for each in options), default=0)
     of_all = [each.sharding.split_levels if tp * pp > 1 else each.sharding.levels for each in options] or [(0,)]
     stages = sorted(stage for stage in set(of_all[0]).intersection(*of_all) if stage >= least)
-    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in (stages[:1] if dp == 1 else stages))
+    sp = workload.sequence_parallel
+    levels = stages[:1] if dp * sp == 1 else stages
+    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp, sp=sp) for stage in levels)
 
 
 def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:

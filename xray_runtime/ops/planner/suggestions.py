@@ -80,6 +80,10 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
         text = f"training passes of {tokens} tokens instead of {workload.micro_batch_tokens}; the result stays the same"
         return changed(text, micro_batch_tokens=tokens)
 
+    def shorter(by: int) -> Suggestion:
+        tokens = workload.sequence_tokens - by
+        return changed(f"rows of at most {tokens} tokens instead of {workload.sequence_tokens}", row_tokens=tokens)
+
     enough = 2 * math.ceil(nearest.fullest.peak_bytes / GIB)
     now = math.floor(machine.memory_bytes / GIB)
     # A pass has at least one sequence, and a config allows no fewer than 16 tokens.
@@ -89,6 +93,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
         (devices, machine.num_devices + 1, min(64 * machine.num_devices, MAX_DEVICES)),
         (memory, now + 1, now + enough),
         (narrower, 1, most),
+        (shorter, 1, workload.sequence_tokens - 16 if workload.is_long else 0),
     ):
         least = _least(suggestion, fits, low, high)
         if least is not None:

@@ -33,7 +33,7 @@ def sending_bytes(
         shared: the generator is on the same GPUs.
     """
     largest = largest_tensor(shape)
-    copy = weight_bytes * largest if layout.zero_stage >= 3 and layout.dp > 1 else 0
+    copy = weight_bytes * largest if layout.zero_stage >= 3 and layout.num_copies > 1 else 0
     copy += FLOAT32_BYTES * largest if options.lora_rank is not None else 0
     copy += HALF_BYTES * largest if weight_bytes > HALF_BYTES else 0
     if through_host or layout.tp * layout.pp > 1:

@@ -86,11 +86,23 @@ class Workload:
     device: Literal["cpu", "cuda"] = "cuda"
     through_host: bool = False
     """Weights go to the generator through host memory."""
+    sequence_parallel: int = 1
+    """Ranks of trained models that share the tokens of each row; for rows that are too long for one."""
     open_choices: frozenset[OpenChoice] = frozenset()
     """Choices that the planner may make on GPUs, besides layouts and recomputation."""
 
     def of_use(self, use: Use) -> list[Role]:
         return [role for role in self.roles if role.use == use]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row of a trained model; a pair's are those of both sides."""
+        return self.sequence_tokens * max((role.sequences_per_row for role in self.of_use("trained")), default=1)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether that row is longer than a pass of the default size: then it decides what fits."""
+        return self.row_tokens > EngineConfig.model_fields["micro_batch_tokens"].default
 
     @property
     def num_models(self) -> int:

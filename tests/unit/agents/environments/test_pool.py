@@ -36,9 +36,7 @@ def short_wait_for_a_pong() -> Iterator[None]:
 
 def pool_of(kind: type, num_workers: int = 1, **options: Any) -> EnvironmentPool:
     return EnvironmentPool(
-        f"{samples.__name__}:{kind.__name__}",
-        num_workers,
-        **({"timeout_s": TIMEOUT_S, "memory_mb": 1024} | options),
+        f"{samples.__name__}:{kind.__name__}", num_workers, **({"timeout_s": TIMEOUT_S, "memory_mb": 1024} | options)
     )
 
 

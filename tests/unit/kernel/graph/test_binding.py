@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import xray
+from tests.message_texts import Messages
 from tests.unit.kernel.graph.calls import brevity, other, parts, refused, terms
 from xray.flows.promote import _source
 from xray_runtime.kernel.graph.artifacts import Artifact, Model, Preferences
@@ -25,83 +26,40 @@ def test_inputs_come_by_position_or_by_name(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "call",
     [
-        (lambda data, base: xray.sft(data, data), "sft.base: <Dataset chats> is not allowed: must be a Model"),
-        (lambda data, base: xray.sft(base, base), "sft.data: <Model llm> is not allowed: must be a Dataset"),
-        (
-            lambda data, base: xray.sft("gpt2", data),
-            "sft.base: 'gpt2' is not allowed: must be a Model, the result of a stage",
-        ),
-        (
-            lambda data, base: xray.sft(base, ["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset, the result of a stage",
-        ),
-        (
-            lambda data, base: xray.sft(base, data=["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset, the result of a stage",
-        ),
-        (
-            lambda data, base: xray.sft(xray.base, data),
-            "sft.base: base is not allowed: must be a Model, the result of a stage",
-        ),
-        (lambda data, base: xray.sft(base), "sft.data: is required: a Dataset"),  # type: ignore[call-arg]
-        (lambda data, base: xray.sft(data=data), "sft.base: is required: a Model"),  # type: ignore[call-arg]
-        (lambda data, base: xray.sft(base, None), "sft.data: is required: a Dataset"),
-        (lambda data, base: xray.sft(base, data, data), "sft: 3 inputs are not allowed: sft takes base, data"),
-        (lambda data, base: xray.prepare(data), "prepare: 1 inputs are not allowed: prepare takes none"),
-        (lambda data, base: xray.sft(base, data, data=data), "sft.data: is set twice, by position and by name"),
-        (
-            lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),  # type: ignore[call-arg]
-            "ppo.refrence: unknown input (did you mean reference?); ppo takes policy, prompts, reference, rewards, "
-            "judges",
-        ),
-        (lambda data, base: xray.prepare(dta=data), "prepare.dta: unknown input; prepare takes none"),  # type: ignore[call-arg]
-        (
-            lambda data, base: xray.reward_model(base, data),
-            "reward_model.data: <Dataset chats> is not allowed: must be a Preferences",
-        ),
-        (
-            lambda data, base: xray.evaluate(base, base, data, rewards=[base]),
-            "evaluate.rewards.0: <Model llm> is not allowed: must be a RewardModel",
-        ),
-        (
-            lambda data, base: xray.ppo(base, data, rewards=[brevity, 0.5 * data]),
-            "ppo.rewards.1: <Dataset chats> is not allowed: must be a RewardModel",
-        ),
-        (
-            lambda data, base: xray.ppo(base, data, rewards=["x:y"]),
-            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel, the result of a stage",
-        ),
-        (
-            lambda data, base: xray.preferences(source="gold", gold="vader"),
-            "preferences: policy: is required with source 'gold'",
-        ),
-        (lambda data, base: xray.preferences(source="ratings"), "preferences: data: is required with source 'ratings'"),
-        (
-            lambda data, base: xray.preferences(source="judgements"),
-            "preferences: judgements: is required with source 'judgements'",
-        ),
-        (
-            lambda data, base: xray.dpo(base, xray.checkpoint("x"), base, loss="simpo"),
-            "dpo: reference: is not allowed with loss 'simpo', which does not use one",
-        ),
-        (lambda data, base: xray.kto(base), "kto: preferences: is required unless verdicts are given"),
-        (
-            lambda data, base: xray.kto(base, verdicts=xray.checkpoint("x")),
-            "kto: data: is required with verdicts: the stage does not train on the dataset's held-out prompts",
-        ),
-        (
-            lambda data, base: xray.best_of_n(base, data),
-            "best_of_n: rewards: must have at least 1 item: a reward model, a function or another source",
-        ),
+        lambda data, base: xray.sft(data, data),
+        lambda data, base: xray.sft(base, base),
+        lambda data, base: xray.sft("gpt2", data),
+        lambda data, base: xray.sft(base, ["x"]),
+        lambda data, base: xray.sft(base, data=["x"]),
+        lambda data, base: xray.sft(xray.base, data),
+        lambda data, base: xray.sft(base),
+        lambda data, base: xray.sft(data=data),
+        lambda data, base: xray.sft(base, None),
+        lambda data, base: xray.sft(base, data, data),
+        lambda data, base: xray.prepare(data),
+        lambda data, base: xray.sft(base, data, data=data),
+        lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),
+        lambda data, base: xray.prepare(dta=data),
+        lambda data, base: xray.reward_model(base, data),
+        lambda data, base: xray.evaluate(base, base, data, rewards=[base]),
+        lambda data, base: xray.ppo(base, data, rewards=[brevity, 0.5 * data]),
+        lambda data, base: xray.ppo(base, data, rewards=["x:y"]),
+        lambda data, base: xray.preferences(source="gold", gold="vader"),
+        lambda data, base: xray.preferences(source="ratings"),
+        lambda data, base: xray.preferences(source="judgements"),
+        lambda data, base: xray.dpo(base, xray.checkpoint("x"), base, loss="simpo"),
+        lambda data, base: xray.kto(base),
+        lambda data, base: xray.kto(base, verdicts=xray.checkpoint("x")),
+        lambda data, base: xray.best_of_n(base, data),
     ],
 )
 def test_a_wrong_input_is_refused_as_the_graph_is_written(
-    call: Callable[[Handle, Handle], Any], message: str, graph: Graph
+    call: Callable[[Handle, Handle], Any], graph: Graph, message_texts: Messages
 ) -> None:
     data, base = xray.prepare(name="chats"), xray.base(model="x", name="llm")
-    assert refused(lambda: call(data, base)) == message
+    message_texts.check(refused(lambda: call(data, base)))
     assert list(graph.calls) == ["chats", "llm"]
 
 
@@ -181,11 +139,7 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
     """As a promotion asks candidate and champion."""
     data, base, kind = parts()
     safe = xray.reward_model(base, data=xray.preferences(source="dataset", path="z.jsonl"))
-    rewards = [
-        xray.reward([kind, safe], uncertainty=0.25),
-        0.5 * safe,
-        {"verifier": {"kind": "regex", "pattern": "x"}},
-    ]
+    rewards = [xray.reward([kind, safe], uncertainty=0.25), 0.5 * safe, {"verifier": {"kind": "regex", "pattern": "x"}}]
     first = xray.evaluate(base, base, data, rewards=rewards).call
     assert first is not None
     handles = {role: handle for role, handle in first.parents.items() if role.startswith("rewards.")}
@@ -196,61 +150,27 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        (
-            {"verifier": {"kind": "math", "column": "answr"}},
-            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset has answer; add it to data.columns",
-        ),
-        (
-            {"function": "f", "when": {"column": "task", "equals": "a"}},
-            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset has answer; add it to data.columns",
-        ),
-        (
-            {"verifier": {"kind": "maths"}},
-            "ppo.rewards.0.verifier.kind: \"maths\" is not allowed: must be one of 'math', 'regex', 'json_schema', "
-            "'code'",
-        ),
-        (
-            {"verifier": {"kind": "regex", "pattern": "("}},
-            "ppo.rewards.0.verifier.pattern: '(' is not allowed: must be a regular expression (missing ), unterminated "
-            "subpattern at position 0)",
-        ),
-        (
-            {"verifier": {"kind": "json_schema"}},
-            "ppo.rewards.0.verifier: one of definition and column must be set",
-        ),
-        (
-            {"verifier": {"kind": "code", "column": "answer", "memory": 3}},
-            "ppo.rewards.0.verifier.memory: unknown field (did you mean memory_mb?); allowed here: column, kind, "
-            "limit_s, memory_mb",
-        ),
-        (
-            {"service": {"url": "https://me:secret@host/score"}},
-            "ppo.rewards.0.service.url: a login in 'https://host/score' is not allowed: the config is recorded and "
-            "shown",
-        ),
-        (
-            {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "scale": [5, 1]}},
-            "ppo.rewards.0.judge: scale = [5.0, 1.0] must ascend",
-        ),
-        (
-            {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
-            "ppo: rewards.0.judge: is not allowed with one reply per prompt: it compares several replies to a prompt",
-        ),
-        (
-            {"service": {"url": "http://host"}, "retries": 1},
-            "ppo.rewards.0.retries: unknown field; allowed here: service, weight, when",
-        ),
-        (
-            {"service": {"url": "http://host"}, "function": "f"},
-            "ppo.rewards.0: one of function, judge, model, models, service and verifier must be set",
-        ),
+        {"verifier": {"kind": "math", "column": "answr"}},
+        {"function": "f", "when": {"column": "task", "equals": "a"}},
+        {"verifier": {"kind": "maths"}},
+        {"verifier": {"kind": "regex", "pattern": "("}},
+        {"verifier": {"kind": "json_schema"}},
+        {"verifier": {"kind": "code", "column": "answer", "memory": 3}},
+        {"service": {"url": "https://me:secret@host/score"}},
+        {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "scale": [5, 1]}},
+        {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
+        {"service": {"url": "http://host"}, "retries": 1},
+        {"service": {"url": "http://host"}, "function": "f"},
     ],
+    ids=str,
 )
-def test_each_field_of_a_source_is_refused_in_one_line(fields: dict[str, Any], message: str, graph: Graph) -> None:
+def test_each_field_of_a_source_is_refused_in_one_line(
+    fields: dict[str, Any], graph: Graph, message_texts: Messages
+) -> None:
     data, base = xray.prepare(source="math.jsonl", columns=["answer"]), xray.base(model="x")
-    assert refused(lambda: xray.ppo(base, data, rewards=[fields])) == message
+    message_texts.check(refused(lambda: xray.ppo(base, data, rewards=[fields])))
 
 
 def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
@@ -285,22 +205,12 @@ def test_a_single_source_needs_no_list(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "message"),
-    [
-        ([], "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
-        (None, "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
-        (
-            [0.0 * reward(brevity)],
-            "ppo: rewards: at least one weight must not be 0: sources of weight 0 are only logged",
-        ),
-        ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
-        ([{"weight": 1.0}], "ppo.rewards.0: one of function, judge, model, models, service and verifier must be set"),
-        ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
-    ],
+    "rewards",
+    [[], None, [0.0 * reward(brevity)], [{"model": "rewards.1"}], [{"weight": 1.0}], [float("nan") * reward(brevity)]],
 )
-def test_rewards_that_cannot_be_meant(rewards: Any, message: str, graph: Graph) -> None:
+def test_rewards_that_cannot_be_meant(rewards: Any, graph: Graph, message_texts: Messages) -> None:
     data, base = xray.prepare(), xray.base(model="x")
-    assert refused(lambda: xray.ppo(base, data, rewards=rewards)) == message
+    message_texts.check(refused(lambda: xray.ppo(base, data, rewards=rewards)))
 
 
 def test_rewards_of_a_call_replace_the_default_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,7 @@ def test_yaml_names_functions(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "mine.rewards")
     data, base, kind = parts()
     policy = xray.ppo(base, data, rewards=[kind, {"function": "mine.rewards:f", "weight": 2.0}])
-    assert terms(policy) == [
-        {"model": "rewards.0", "weight": 1.0},
-        {"function": "mine.rewards:f", "weight": 2.0},
-    ]
+    assert terms(policy) == [{"model": "rewards.0", "weight": 1.0}, {"function": "mine.rewards:f", "weight": 2.0}]
     assert policy.call is not None
     assert policy.call.functions == {}
     assert terms(xray.ppo(base, data, rewards=[xray.reward("mine.rewards:g")]))[0]["function"] == "mine.rewards:g"

@@ -85,11 +85,7 @@ def test_kinds_of_what_lies_outside(tmp_path: Path, memory: DigestMemory) -> Non
     file, folder = written(tmp_path / "a.jsonl", b"abc"), tree(tmp_path / "model")
     found = outside_digest(str(file), memory, field="data.source")
     assert found == Outside(
-        kind="file",
-        name=str(file),
-        digest=hashlib.sha256(b"abc").hexdigest(),
-        field="data.source",
-        holds="dataset",
+        kind="file", name=str(file), digest=hashlib.sha256(b"abc").hexdigest(), field="data.source", holds="dataset"
     )
     copy = outside_digest(str(shutil.copy(file, tmp_path / "b.jsonl")), memory, field="data.source")
     assert copy.identity == found.identity == {"kind": "file", "digest": found.digest}

@@ -233,10 +233,7 @@ def test_a_cells_source_goes_with_it_to_a_process_that_lacks_it(monkeypatch: pyt
     reward = cell(source, helper=helper)["reward"]
     before = function_code(reward, ["xray_runtime"]).modules
     sources = function_sources(reward)
-    assert sorted(sources.values()) == [
-        "def helper(x):\n    return x + 1\n",
-        source,
-    ]
+    assert sorted(sources.values()) == ["def helper(x):\n    return x + 1\n", source]
     monkeypatch.setattr(linecache, "cache", {})
     with pytest.raises(CodeDigestError, match="its source is not available"):
         function_code(reward, ["xray_runtime"])

@@ -304,13 +304,18 @@ def planted_here(output: Path, content: bytes = EVIL) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("how", ["statement", "no keys", "unsigned line", "stranger"])
+@pytest.mark.parametrize("how", ["statement", "no keys", "no record", "record of another", "unsigned line", "stranger"])
 def test_a_checkpoint_planted_here_is_not_used(how: str, tmp_path: Path) -> None:
     output = tmp_path / "here"
     publish(output, None)
     directory = planted_here(output)
     if how == "no keys":
         shutil.rmtree(output / "keys")
+    elif how == "no record":
+        shutil.rmtree(directory / ATTESTATION)
+    elif how == "record of another":
+        other = publish(output, None, EVIL, IDENTITY.model_copy(update={"config": {"lr": 9.0}}))
+        shutil.copytree(other.checkpoint.path / ATTESTATION, directory / ATTESTATION, dirs_exist_ok=True)
     elif how == "stranger":
         fit_statement(directory, key_of_a_stranger(tmp_path / "stranger"))
     elif how == "unsigned line":

@@ -282,10 +282,7 @@ def test_a_worker_that_is_asked_to_end_makes_a_snapshot_and_the_stage_is_tried_a
     ("error", "expected"),
     [
         (MemoryError(), True),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("Workhorse died\nterminate called after throwing an instance of 'std::bad_alloc'"), True),

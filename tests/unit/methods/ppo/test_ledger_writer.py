@@ -136,9 +136,7 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
     assert advantages[4:] == [None if tokens == "hashed" else []] * 4
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("snapshot", [0, 1], ids=["after the first", "after the second"])
-@pytest.mark.parametrize("keep", ["all", 2])
+@pytest.mark.parametrize(("lag", "snapshot", "keep"), [(0, 1, "all"), (1, 0, 2), (2, 0, "all"), (2, 1, 2)])
 def test_a_resumed_stage_has_the_same_ledger(
     inputs: PPOInputs, tmp_path: Path, lag: int, snapshot: int, keep: Any
 ) -> None:

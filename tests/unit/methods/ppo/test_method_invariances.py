@@ -139,7 +139,7 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     assert setting.gradient(made.rows, totals).isfinite().all()
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, 100.3])
+@pytest.mark.parametrize("reward", [0.0, 100.3])
 @pytest.mark.parametrize("method", [*GROUPED, "reinforce++"])
 def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: str, reward: float) -> None:
     """Without the KL and the bonus for entropy, which pull in any case, the gradient is exactly zero."""

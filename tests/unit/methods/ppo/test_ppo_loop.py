@@ -16,7 +16,6 @@ import pytest
 
 from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, World, attempt, logprob, plain, words
 from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.cluster.protocols import Ready, get, get_all
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -249,10 +248,8 @@ def test_changes_by_an_update_are_no_weight_mismatch(inputs: PPOInputs, tmp_path
     np.testing.assert_allclose(last.old_logprobs.values, logprob(tokens) + 0.6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lag", [2, 4])
-def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
-    inputs: PPOInputs, tmp_path: Path, lag: int
-) -> None:
+def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(inputs: PPOInputs, tmp_path: Path) -> None:
+    lag = 2
     world = World(surer_by=0.1 / (REPLIES // MINIBATCH))
     recorder = attempt(inputs, tmp_path / "out", world, lag=lag, iterations=7)
     ages = [min(iteration, lag) for iteration in range(7)]
@@ -270,7 +267,7 @@ def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
     assert Counter(versions) == {"0": lag + 1} | {str(version): 1 for version in range(1, 7 - lag)}
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+@pytest.mark.parametrize("lag", [0, 1, 4])
 def test_a_resumed_stage_ends_with_the_same_bytes(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
     whole, resumed = World(surer_by=0.1), World(surer_by=0.1)
     fields: dict[str, Any] = {"iterations": 6, "epochs": 2, "reward_scaling": "running", "lag": lag}
@@ -307,9 +304,3 @@ def test_a_stage_that_samples_other_prompts_resumes_exactly(inputs: PPOInputs, t
     for name, value in second.points[0].items():
         if not name.startswith(("seconds/", "speed/")):
             assert value == first.points[2][name], name
-
-
-def test_references_of_values_at_hand() -> None:
-    assert get(Ready(3)) == 3
-    assert get_all([Ready("a"), Ready("b")]) == ["a", "b"]
-    assert get_all([]) == []

@@ -13,6 +13,7 @@ from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.published_names import PublishedNames
 
 ROWS = 32
 WIDTH_STEP = 32
@@ -27,17 +28,14 @@ class TransformersSampler(Sampler):
         self._lm: Any = load_model(directory).to(rank.device).eval()
         # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
         self._lm.generation_config = transformers.GenerationConfig()
+        self._names = PublishedNames(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
 
     def write(self, tensors: Tensors, version: int) -> None:
-        own = dict(self._lm.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors:
-                # A tied output layer may also arrive under its own name, with the same bytes.
-                parameter = own[name] if name in own else self._lm.get_parameter(name)
-                parameter.copy_(tensor)
+        for name, tensor in tensors:
+            self._names.write(name, tensor)
 
 
 class SeededSampling(transformers.LogitsProcessor):

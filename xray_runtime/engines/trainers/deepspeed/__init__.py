@@ -26,6 +26,7 @@ class DeepSpeed:
     capabilities = TrainerCapabilities(
         tensor_parallel=True,
         pipeline_parallel=True,
+        sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,
         split_lora=True,

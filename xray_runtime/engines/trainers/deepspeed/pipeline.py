@@ -143,7 +143,7 @@ class PipelineEngine(StageScorer):
 
     def _down(self, states: Tensor | None, out: Tensor) -> None:
         if self._mesh.is_last:
-            self._inner.backward(out * self._inner.data_parallel)
+            self._inner.backward(out * self._inner.num_copies)
         else:
             gradient = torch.empty_like(out)
             dist.recv(gradient, self._mesh.at_stage(self._mesh.stage + 1), group=self._mesh.down_group)

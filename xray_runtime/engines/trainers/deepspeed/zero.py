@@ -91,15 +91,16 @@ class ZeroEngine(Scorer):
         )
         # The hooks of ZeRO 1 to 3 and of mixed precision see one backward pass at a time.
         threaded = device.type == "cpu" and not self.stage and not mixed and mesh is None
+        threaded = threaded and layout.sequence_parallel == 1
         super().__init__(self.engine.module, threaded)
-        self.data_parallel = layout.data_parallel
+        self.num_copies = layout.num_copies
         self._norm, self._moments = 0.0, self._init_moments()
         # DeepSpeed initializes float32 masters with rounded weights.
         for name, parameter in self._trained() if mixed else []:
             self._init_master(name, parameter, weights)
         if not self.stage:
             # Without peers DeepSpeed would still copy all gradients into a buffer and back.
-            self.engine.enable_backward_allreduce = self.data_parallel > 1
+            self.engine.enable_backward_allreduce = self.num_copies > 1
             parameters = self._trained()
             optimizer.register_step_pre_hook(lambda *_: self._clip(parameters))
 
@@ -132,10 +133,10 @@ class ZeroEngine(Scorer):
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         if self.threaded:
-            add_gradients(lambda batch: loss(batch) * self.data_parallel, [p for _, p in self._trained()], batches)
+            add_gradients(lambda batch: loss(batch) * self.num_copies, [p for _, p in self._trained()], batches)
         else:
             for batch in batches:
-                self.backward(loss(batch) * self.data_parallel)
+                self.backward(loss(batch) * self.num_copies)
         return self.apply(lr)
 
     def backward(self, loss: Tensor) -> None:
@@ -222,7 +223,7 @@ class ZeroEngine(Scorer):
             piece = states.share(piece, mesh.tensor_rank, mesh.topology.tensor)
         if not self.stage:
             data_rank = mesh.data_rank if mesh is not None else dist.get_rank()
-            piece = states.share(piece, data_rank, self.data_parallel)
+            piece = states.share(piece, data_rank, self.num_copies)
         return piece
 
     def _own(self, parameter: Any, kind: str) -> Tensor:

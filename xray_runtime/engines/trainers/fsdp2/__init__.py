@@ -25,6 +25,7 @@ class FSDP2(Trainer):
 
     config = FSDP2Config
     capabilities = TrainerCapabilities(
+        sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,
         dora_levels=(2, 3),

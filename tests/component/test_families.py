@@ -1,0 +1,27 @@
+"""A few rows of the table of families, on real engines: what the page says of them still holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.families import RESULTS, RUNTIME, Row, read_results, run_row
+from benchmarks.local_models import LocalModels
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModels]:
+    with contextlib.closing(LocalModels(RUNTIME, tmp_path_factory.mktemp("logs"))) as opened:
+        yield opened
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "mamba2", "deepseek_v3"])
+def test_a_row_is_what_the_page_says(models: LocalModels, tmp_path: Path, name: str) -> None:
+    row = Row(name, tmp_path, models)
+    run_row(row)
+    expected = read_results(RESULTS)[name]
+    assert row.results == {cell: text for cell, text in expected.items() if cell != "date"}
