@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.states import hugging_face_name
@@ -58,7 +58,7 @@ class Scorer:
 
 
 def whole_weights(
-    module: HeadedLM, trained: Iterable[tuple[str, nn.Parameter]], whole: Whole, *, merged: bool
+    module: HeadedLM, trained: Iterable[tuple[str, Tensor]], whole: Whole, *, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """`Engine.weights` of the `trained` parameters of `module`, by their names in it."""
     adapters = module.adapters

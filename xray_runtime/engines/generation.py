@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Generation:
         plug, given = generator(config.engine), (directory, max_length, config, runtime, rank)
         self._sampler = plug.sampler(*given) if adapter is None else plug.adapter_sampler(*given, adapter)
         self.layers_of = self._sampler.layers_of
-        names = None if adapter is None else lambda directory: frozenset()
+        names = None if adapter is None else _no_tensors
         self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, names)
 
     def fits(
@@ -97,6 +98,10 @@ class Generation:
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
         )
+
+
+def _no_tensors(directory: Path) -> Collection[str]:
+    return ()
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:

@@ -29,7 +29,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 PEFT_PREFIX = "base_model.model."
 """What peft puts before the names of a model's layers."""
 
-Whole = Callable[[str, nn.Parameter], Tensor]
+Whole = Callable[[str, Any], Tensor]
 """(name in the `HeadedLM`, parameter) → its whole float32 value, however it is sharded; every rank that holds a part
 calls it."""
 
@@ -67,7 +67,7 @@ class AdaptedLinear(nn.Module):
         unbiased = plain if bias is None else plain - bias
         return plain + (share - 1.0) * unbiased + share * added
 
-    def parts(self) -> dict[str, nn.Parameter]:
+    def parts(self) -> dict[str, Tensor]:
         """Its trained parameters by name."""
         found = {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
         return found if self.magnitude is None else found | {"magnitude": self.magnitude}

@@ -48,7 +48,7 @@ class VersionedWeights:
         layers_of: Callable[[set[str]], set[str]] = lambda names: names,
         names_in: Callable[[Path], Collection[str]] | None = None,
     ) -> None:
-        self._names_in = names_in or (lambda directory: weight_files(directory).keys())
+        self._names_in = names_in or weight_files
         self.version = 0
         self._directory, self._write, self._layers_of = directory, write, layers_of
         self._shared = SharedReader()
