@@ -20,6 +20,8 @@ from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.object_store import WeightUpdate, pack
 from xray_runtime.engines.sync.shared_memory import SharedWriter
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import copy_model, load_model
 from xray_runtime.models.lora import LoRAConfig
@@ -61,7 +63,7 @@ def _merged(directory: Path, base: Path) -> list[ReplyBatch]:
 
 
 @ray.remote(max_calls=1)
-def _beside(base: Path) -> dict[str, Any]:
+def _beside(base: Path, place: Path) -> dict[str, Any]:
     engine, memory = engine_of(base, LORA), SharedWriter()
 
     def update(version: int, **changed: torch.Tensor) -> WeightUpdate:
@@ -84,6 +86,9 @@ def _beside(base: Path) -> dict[str, Any]:
         found[f"after {name}"] = replies(engine, 1)
     engine.weights.load(update(4))
     found["four"] = replies(engine, 4)
+    write_adapter(place / "trained" / ADAPTER, LORA, tensors(learned(base, seed=1)))
+    engine.restart(place / "trained", 5)
+    found["published"] = replies(engine, 5)
     engine.restart(base)
     found["again"] = replies(engine, 0)
     return found
@@ -101,13 +106,16 @@ def test_an_adapter_beside_the_weights_is_the_merged_policy(
 ) -> None:
     copy_model(tiny_model, tmp_path / "merged")
     overwrite(tmp_path / "merged", learned(tiny_model, seed=1).merged(lambda name, parameter: parameter.data), 0, 1)
-    (base, merged), found = ray.get([_merged.remote(tmp_path / "merged", tiny_model), _beside.remote(tiny_model)])
+    (base, merged), found = ray.get(
+        [_merged.remote(tmp_path / "merged", tiny_model), _beside.remote(tiny_model, tmp_path)]
+    )
     assert same(found["base"], base, 2e-5)
     assert same(found["one"], merged, 2e-5)
     assert not same(merged, base, 1e-2)
     for after in ("after unbound", "after damaged"):
         assert same(found[after], found["one"]), after
     assert not same(found["four"], found["one"], 1e-3)
+    assert same(found["published"], found["one"])
     assert same(found["again"], found["base"])
     message_texts.check(found["unbound"])
     message_texts.check(found["damaged"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.sync.versioned import VersionedWeights
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.models.adapter_files import adapter_files
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.weight_files import weight_files
 
@@ -46,8 +46,9 @@ class Generation:
         plug, given = generator(config.engine), (directory, max_length, config, runtime, rank)
         self._sampler = plug.sampler(*given) if adapter is None else plug.adapter_sampler(*given, adapter)
         self.layers_of = self._sampler.layers_of
-        names = None if adapter is None else _no_tensors
-        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, names)
+        # A checkpoint of what was trained on this one has the adapter beside its weights.
+        files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
+        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
 
     def fits(
         self, directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None = None
@@ -56,7 +57,8 @@ class Generation:
         return _shape(directory, max_length, config, adapter) == self._shape
 
     def restart(self, directory: Path, version: int = 0) -> None:
-        """Hold the weights of `directory`, which differs only in its weights, as `version`."""
+        """Hold the weights of `directory`, which differs only in its weights (or has an adapter for them), as
+        `version`."""
         self._directory = directory
         self.weights.restart(directory, version)
 
@@ -98,10 +100,6 @@ class Generation:
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
         )
-
-
-def _no_tensors(directory: Path) -> Collection[str]:
-    return ()
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +37,13 @@ def write_adapter(
     content = config.peft_fields(base, layers) | ({"base_sha256": sha256} if sha256 else {})
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / TENSORS_FILE)
+
+
+def adapter_files(checkpoint: Path) -> dict[str, Path]:
+    """Tensor → its file, of the adapter beside a checkpoint's weights. Raises FileNotFoundError: it has none."""
+    file = checkpoint / ADAPTER / TENSORS_FILE
+    with safe_open(file, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), file)
 
 
 def with_adapter(lm: Any, directory: Path, field: str) -> Any:

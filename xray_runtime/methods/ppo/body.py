@@ -235,7 +235,7 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    reads = config.generator.capabilities.own_models and config.lora is None and not config.in_flight_updates
+    reads = config.generator.capabilities.own_models and not config.in_flight_updates
     if kept == done and reads:
         get(models["generator"].load_checkpoint.remote(out, done + 1))
         loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())
