@@ -290,7 +290,7 @@ def check_output(output: Path) -> Iterator[str]:
     for finding in read_log(output, None)[1]:
         yield f"{finding.subject}: {finding.detail}: see `xray audit --all --output {output}`"
     for run in view(output).open_runs(output):
-        yield f"run {run[:12]} is at work, or was cut short: repeat its command to finish it"
+        yield f"run {run[:12]} is in progress, or was interrupted: repeat its command to finish it"
     try:
         saved_config(output)
     except ConfigError as error:

@@ -88,7 +88,7 @@ def trainings() -> list[Deployment]:
         Deployment(
             "lifecycle",
             "xray.flows.lifecycle.lifecycle",
-            "Data to registered policy, every night; unchanged stages come from the cache.",
+            "From data to a registered policy, every night; unchanged stages come from the cache.",
             quickstart,
             queue=QUEUE,
             schedule=("nightly", "0 2 * * *"),
@@ -104,7 +104,7 @@ def trainings() -> list[Deployment]:
         Deployment(
             "flywheel",
             "xray.flows.flywheel.flywheel",
-            "Make a candidate of the feedback since the last cycle; a person promotes it.",
+            "Make a candidate from the feedback since the last cycle; a person promotes it.",
             {"config": {"dpo": {}}},
             queue=QUEUE,
             schedule=("nightly", "0 4 * * *"),

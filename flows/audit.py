@@ -36,9 +36,9 @@ def audit(
     """
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    place = open_lineage_store(root, tracking_uri)
-    result = run_audit(place, public=public, since_verified=since_verified)
-    create_markdown_artifact(markdown(result, _pages(place)), key="audit", description=str(root))
+    store = open_lineage_store(root, tracking_uri)
+    result = run_audit(store, public=public, since_verified=since_verified)
+    create_markdown_artifact(markdown(result, _pages(store)), key="audit", description=str(root))
     content = result.to_json()
     if not result.is_sound:
         broken = [finding.to_json() for finding in result.findings if finding.is_broken]
@@ -51,13 +51,13 @@ def audit(
     return content
 
 
-def _pages(place: LineageStore) -> list[str]:
+def _pages(store: LineageStore) -> list[str]:
     """Links to MLflow's pages of the registered versions; [] if no server shows them."""
-    uri = place.tracking_uri or ""
+    uri = store.tracking_uri or ""
     if not uri.startswith("http"):
         return []
     server = strip_credentials(uri).rstrip("/")
-    return [f"[{page.removeprefix('#/models/')}]({server}/{page})" for page in model_addresses(place.output, None)]
+    return [f"[{page.removeprefix('#/models/')}]({server}/{page})" for page in model_addresses(store.output, None)]
 
 
 def markdown(result: Audit, pages: Sequence[str] = ()) -> str:

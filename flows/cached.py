@@ -5,32 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
 from xray.tasks.spec import StageResult
-from xray.tasks.stored_results import find_result, show_cached
-from xray_runtime.cluster.device import local_device
+from xray.tasks.stored_results import StoredStage, show_cached, stored_stages
 from xray_runtime.kernel.evidence.log import read_run
-from xray_runtime.kernel.graph.graph import Graph, recording
-from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.store.checkpoints import Store
-from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import open_shared
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.trust.attestation import open_store
 
 if TYPE_CHECKING:
     from xray.tasks.run_record import RunRecord
-
-
-@dataclass(frozen=True)
-class _Found:
-    result: StageResult
-    parents: dict[str, CheckpointRef]
 
 
 def take_cached(
@@ -50,9 +39,13 @@ def take_cached(
     with recording(config.seed, config.runtime) as graph:
         ends = lifecycle_graph(config)
     store = open_store(output, open_shared(config.runtime.storage))
-    found = _find(graph, output, store, until)
-    if found is None:
-        return None
+    found: dict[str, StoredStage] = {}
+    for name, stage in stored_stages(graph, output, store):
+        if stage is None:
+            return None
+        found[name] = stage
+        if name == until:
+            break
     # Imported late: Prefect reads its settings once, and a run that computes sets them first.
     from xray.tasks.run_record import RunRecord
 
@@ -61,27 +54,8 @@ def take_cached(
     return record.summary.content
 
 
-def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[str, _Found] | None:
-    """Stage → its verified result; None if one is missing."""
-    runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
-    memory, found = DigestMemory(output / DIGESTS), dict[str, _Found]()
-    for name, call in graph.calls.items():
-        if until in found:
-            break
-        if any(handle.call is None for handle in call.parents.values()):
-            return None
-        parents = {role: found[handle.name].result.checkpoint for role, handle in call.parents.items()}
-        sha256s = {role: ref.sha256 for role, ref in parents.items()}
-        identity, _ = identify(call.kind, name, call.config, call.seed, runtime, sha256s, call.functions, memory)
-        result = find_result(name, identity.key, output, store)
-        if result is None:
-            return None
-        found[name] = _Found(result, parents)
-    return found
-
-
 def _record(
-    record: RunRecord, found: dict[str, _Found], store: Store, ends: Lifecycle, done: Callable[[str], None]
+    record: RunRecord, found: dict[str, StoredStage], store: Store, ends: Lifecycle, done: Callable[[str], None]
 ) -> None:
     from xray.tasks.register import register
 

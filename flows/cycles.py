@@ -58,7 +58,7 @@ class Cycle(BaseModel):
 def read_cycles(output: Path) -> list[Cycle]:
     """All cycles in order, from the signed log. Raises ConfigError if a file differs from it."""
     cycles = [Cycle.model_validate(entry.cycle) for _, entry in sorted(view(output).state(Cycles).items())]
-    known = {place_of(output, cycle) / FILE: cycle for cycle in cycles}
+    known = {cycle_directory(output, cycle) / FILE: cycle for cycle in cycles}
     for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
         if path not in known or path.read_text(encoding="utf-8", errors="replace") != _text(known[path]):
             raise ConfigError(
@@ -69,7 +69,7 @@ def read_cycles(output: Path) -> list[Cycle]:
 
 def write_cycle(output: Path, cycle: Cycle) -> None:
     """Keep the record of a cycle: in the signed log, and as a file for people."""
-    path = place_of(output, cycle) / FILE
+    path = cycle_directory(output, cycle) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     # After a crash the file is missing, and is written again; a file that differs from the log is not ours.
     path.unlink(missing_ok=True)
@@ -82,13 +82,13 @@ def write_cycle(output: Path, cycle: Cycle) -> None:
 def restore_files(output: Path, cycles: list[Cycle]) -> None:
     """Write the files again that are missing."""
     for cycle in cycles:
-        path = place_of(output, cycle) / FILE
+        path = cycle_directory(output, cycle) / FILE
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, _text(cycle))
 
 
-def place_of(output: Path, cycle: Cycle) -> Path:
+def cycle_directory(output: Path, cycle: Cycle) -> Path:
     """The directory of a cycle's records."""
     return output / FOLDER / f"{cycle.number:04d}"
 

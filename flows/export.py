@@ -21,10 +21,10 @@ def export(output: str, reference: str, tracking_uri: str | None = None) -> str:
         output: output directory of lifecycles.
     """
     root = Path(output).absolute()
-    place, node = resolve(reference, root, tracking_uri)
+    store, node = resolve(reference, root, tracking_uri)
     bundle = root / FOLDER / f"{node.directory.name}.tar"
     bundle.parent.mkdir(exist_ok=True)
-    count = run_export(place, node, bundle)
+    count = run_export(store, node, bundle)
     size = bundle.stat().st_size / 1e6
     title = f"{node.name}: {count} checkpoints, {size:,.1f} MB"
     text = f"{title}: `{bundle}`\n\n`xray audit {bundle}` checks it; `xray import` imports it."

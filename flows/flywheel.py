@@ -1,8 +1,8 @@
-"""The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
+"""The flywheel: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
 
-A canary outlives its cycle: the next call of the flow goes on with it, and begins a cycle once it is decided. A person
+A canary outlives its cycle: the next call of the flow continues it, and begins a new cycle once it is decided. A person
 promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a cycle works with is
-written down when it begins (`flywheel/CYCLE/cycle.json`): a cycle that was killed goes on with the same feedback and
+written down when it begins (`flywheel/CYCLE/cycle.json`): a cycle that was killed continues with the same feedback and
 the same policy, and finds its stages in the store.
 """
 
@@ -19,8 +19,8 @@ from xray.flows.cycles import (
     DONE,
     FILE,
     Cycle,
+    cycle_directory,
     cycle_markdown,
-    place_of,
     read_cycles,
     restore_files,
     write_cycle,
@@ -128,7 +128,9 @@ def _canary_ended(output: Path, store: LineageStore, cycle: Cycle) -> bool:
     """Whether the canary of a cycle is decided; the cycle then says how."""
     found = view(output).state(Canaries).get(cycle.canary or "")
     if found is None:
-        raise ConfigError(f"{place_of(output, cycle) / FILE}: its canary is not in the signed log; see `xray audit`")
+        raise ConfigError(
+            f"{cycle_directory(output, cycle) / FILE}: its canary is not in the signed log; see `xray audit`"
+        )
     ended = decide(store, found)
     if ended is not None:
         cycle.state = "candidate" if ended.outcome == "passed" else ended.outcome
@@ -171,7 +173,7 @@ def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[s
 def flywheel(
     output: str, config: FlywheelConfig, release: str | None = None, tracking_uri: str | None = None
 ) -> dict[str, Any]:
-    """Make a candidate of the feedback since the last cycle; returns the record of the cycle.
+    """Make a candidate from the feedback since the last cycle; returns the record of the cycle.
 
     Args:
         output: output directory of a lifecycle that was served with `--record`.
@@ -191,8 +193,10 @@ def flywheel(
         config = config.model_copy(update={"rules": config.rules.model_copy(update={"released": release})})
     lifecycle = saved_config(root)
     record = {"cycle": cycle.number, "feedback": cycle.feedback, "flywheel": config.model_dump(mode="json")}
-    place = place_of(root, cycle)
-    with open_workspace(lifecycle, root, place=place, tracking_uri=tracking_uri, record=record) as workspace:
+    directory = cycle_directory(root, cycle)
+    with open_workspace(
+        lifecycle, root, run_directory=directory, tracking_uri=tracking_uri, record=record
+    ) as workspace:
         _work(workspace, lifecycle, config, cycle)
     if cycle.state == "candidate":
         _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, cycle)

@@ -47,7 +47,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
     # Check the whole graph before anything is computed; `auto` chooses layouts as stages are called.
-    check_run(recorded_graph(config), with_device(config.runtime).device, nodes())
+    check_run(recorded_graph(config), with_device(config.runtime).device, nodes(), root)
     with open_workspace(config, root, until=until, checked=True) as workspace:
         ends = lifecycle_graph(config)
         workspace.register(ends.policy, ends.evaluation)

@@ -87,7 +87,7 @@ def promote_flow(ask: Callable[[str], Approval]) -> Flow[..., dict[str, Any]]:
     @flow(name=promote.name, flow_run_name=promote.flow_run_name, persist_result=False)
     @functools.wraps(promote.fn)
     def asking(*parameters: Any) -> dict[str, Any]:
-        return _promote(lambda seen, place: ask(review_markdown(seen, place)), *parameters)
+        return _promote(lambda seen, store: ask(review_markdown(seen, store)), *parameters)
 
     return asking
 
@@ -104,21 +104,21 @@ def _promote(
 ) -> dict[str, Any]:
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
-    place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
+    store, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
     judged = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
     try:
-        place, comparison = _comparison(root, place, node, name, gates, public, judged)
-        seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
-        answer = ask(seen, place)
+        store, comparison = _comparison(root, store, node, name, gates, public, judged)
+        seen = promotion.review(store, node, name=name, gates=gates, comparison=comparison, public=public)
+        answer = ask(seen, store)
         if not answer.approve:
-            promotion.decline(place, seen, by=answer.name, note=answer.note)
+            promotion.decline(store, seen, by=answer.name, note=answer.note)
             raise NotPromoted([f"{answer.name} declined: {answer.note}"])
-        promotion.promote(place, seen, by=answer.name, note=answer.note)
+        promotion.promote(store, seen, by=answer.name, note=answer.note)
     except NotPromoted as error:
         reasons = "\n".join(f"- {_escape(reason)}" for reason in error.reasons)
         _publish(f"**{_escape(node.name)} is not promoted**\n\n{reasons}", root)
         raise
-    review = review_markdown(seen, place, samples=False)
+    review = review_markdown(seen, store, samples=False)
     _publish(f"**{_escape(answer.name)} promoted it:** {_escape(answer.note)}\n\n{review}", root)
     return {
         "name": name,
@@ -134,7 +134,7 @@ def _promote(
 
 def _comparison(
     root: Path,
-    place: LineageStore,
+    store: LineageStore,
     node: Node,
     name: str,
     gates: PromotionConfig | None,
@@ -142,24 +142,24 @@ def _comparison(
     verdicts: str | None,
 ) -> tuple[LineageStore, Node | None]:
     """The store with the comparison of the candidate with the champion; None if no gate needs one."""
-    champion = promotion.champion_of(place, name)
+    champion = promotion.champion_of(store, name)
     if (
         champion is None
         or champion.checkpoint == node.sha256
-        or gates_for(place, node, gates, public).config.max_regression is None
+        or gates_for(store, node, gates, public).config.max_regression is None
     ):
         if verdicts is not None:
             raise ConfigError("verdicts: are not allowed without a comparison (promotion.max_regression, a champion)")
-        return place, None
-    found = find_comparison(place, node, champion.checkpoint, verdicts)
+        return store, None
+    found = find_comparison(store, node, champion.checkpoint, verdicts)
     if found is None:
         # Compute nothing for a candidate that cannot pass.
         alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
-        promotion.review(place, node, name=name, gates=alone, public=public)
-        compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri, verdicts)
-        place = open_lineage_store(root, place.tracking_uri)
-        found = find_comparison(place, node, champion.checkpoint, verdicts)
-    return place, found
+        promotion.review(store, node, name=name, gates=alone, public=public)
+        compare(str(root), name, node.sha256, champion.checkpoint, store.tracking_uri, verdicts)
+        store = open_lineage_store(root, store.tracking_uri)
+        found = find_comparison(store, node, champion.checkpoint, verdicts)
+    return store, found
 
 
 @flow(name="rollback", flow_run_name="rollback {name}", persist_result=False)
@@ -186,15 +186,15 @@ def compare(
     store = open_lineage_store(root, tracking_uri)
     spec = promotion.comparison_spec(store.graph, store.graph.nodes[candidate], champion, verdicts)
     judged = f"-{verdicts[:12]}" if verdicts is not None else ""
-    place = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}{judged}"
-    place.mkdir(parents=True, exist_ok=True)
+    directory = root / "comparisons" / f"{candidate[:12]}-{champion[:12]}{judged}"
+    directory.mkdir(parents=True, exist_ok=True)
     with Workspace(
         root,
         project=name.removesuffix("-policy"),
         seed=spec.seed,
         runtime=saved_config(root).runtime.model_copy(update=spec.runtime),
         record={"compare": candidate, "with": champion},
-        place=place,
+        run_directory=directory,
         tracking_uri=store.tracking_uri,
     ) as workspace:
         roles = {role: workspace.checkpoint(sha256) for role, sha256 in spec.parents.items()}
@@ -215,7 +215,7 @@ def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | di
     return reward([roles[role] for role in read.roles], **fields) if read.roles else term
 
 
-def review_markdown(seen: PromotionReview, place: LineageStore, *, samples: bool = True) -> str:
+def review_markdown(seen: PromotionReview, store: LineageStore, *, samples: bool = True) -> str:
     """The review for the person who decides, as Markdown.
 
     Args:
@@ -230,7 +230,7 @@ def review_markdown(seen: PromotionReview, place: LineageStore, *, samples: bool
         "",
         f"The gates are {_escape(seen.gates_from)}.",
     ]
-    shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
+    shown = store.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     path = shown.directory / "samples.json"
     if not samples:
         return "\n".join([*lines, "", f"Samples: `{path}`, and `xray studio`."])
@@ -241,12 +241,12 @@ def review_markdown(seen: PromotionReview, place: LineageStore, *, samples: bool
     return "\n".join(lines)
 
 
-def _ask_on_page(seen: PromotionReview, place: LineageStore) -> Approval:
+def _ask_on_page(seen: PromotionReview, store: LineageStore) -> Approval:
     if deployment.id is None:
         raise ConfigError("promote: needs a person to approve: run it as a deployment, or with `xray promote`")
     # The key binds the answer to this review, samples included: after a change, the person is asked again.
-    key = digest({"asked": review_markdown(seen, place)})[:16]
-    text = review_markdown(seen, place, samples=False)
+    key = digest({"asked": review_markdown(seen, store)})[:16]
+    text = review_markdown(seen, store, samples=False)
     answer: Approval = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=text), key=key)
     return answer
 

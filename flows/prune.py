@@ -25,10 +25,10 @@ def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> d
     root = Path(output).absolute()
     if remove:
         require_no_run(root)
-    place = open_lineage_store(root, None)
-    plan = plan_prune(place, [resolve(reference, root, None)[1] for reference in keep or []])
+    store = open_lineage_store(root, None)
+    plan = plan_prune(store, [resolve(reference, root, None)[1] for reference in keep or []])
     if remove:
-        run_prune(place, plan)
+        run_prune(store, plan)
     verb = "removed" if remove else "would go"
     lines = [f"**{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} {verb}**: {plan.bytes / 1e6:,.1f} MB", ""]
     lines += [f"- {node.directory.name}" for node in plan.remove]

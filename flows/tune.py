@@ -98,7 +98,7 @@ class TrialRun:
             until=wanted.until,
             on_open=self._opened,
             fields=subject.fields,
-            place=self._directory,
+            run_directory=self._directory,
             tags={"xray.search": wanted.name, "xray.trial": json.dumps(self.values)},
         )
         with prefect_tags("xray", f"search:{wanted.name}"), commanded(command):

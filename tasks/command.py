@@ -7,10 +7,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from xray.tasks.workspace import Workspace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,11 +17,11 @@ class Command:
     output: str | None = None
     until: str | None = None
     shorten: bool = False
-    on_open: Callable[[Workspace], None] | None = None
-    """Called with every workspace that opens, to show progress."""
+    on_open: Callable[[Any], None] | None = None
+    """Called with every `Workspace` that opens, to show progress."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
-    place: Path | None = None
+    run_directory: Path | None = None
     tags: Mapping[str, str] | None = None
     tracking_uri: str | None = None
 

@@ -63,9 +63,9 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
         raise ConfigError(f"--output: another command is using {str(directory)!r}") from None
 
 
-def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The lifecycle.json in `place` if it is one of an interrupted run of the same config, else None."""
-    content = read_run(place)
+def unfinished_run(run_directory: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The lifecycle.json in `run_directory` if it is one of an interrupted run of the same config, else None."""
+    content = read_run(run_directory)
     is_same = content.get("config_digest") == digest(record)
     if not is_same or content.get("status") in (None, "completed") or not content.get("run_id"):
         return None

@@ -5,23 +5,29 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from xray.tasks.stored_results import stored_stages
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import local_node, this_machine
-from xray_runtime.kernel.config.section import sections
+from xray_runtime.kernel.config.section import Section, sections
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.credentials import strip_credentials
 from xray_runtime.kernel.graph.graph import Graph, StageCall
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.store.hub import check_on_hub
-from xray_runtime.kernel.store.shared import SharedStore, StorageError
+from xray_runtime.kernel.store.shared import SharedStore, StorageError, open_shared
 from xray_runtime.kernel.tracking.mirrors import require_mirror
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
 
-def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> None:
+def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None, output: Path | None = None) -> None:
     """Check the whole graph of a run before it starts: its shared store, its mirror, and each stage (`check_stages`).
+
+    Args:
+        output: directory of the run, to check the services of stages that it does not have; None: check none.
 
     Raises:
         ConfigError: the store cannot be reached, the mirror is not installed, or a stage fails its check.
@@ -33,30 +39,51 @@ def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> N
             raise ConfigError(f"runtime.storage: {error}") from None
     require_mirror(graph.runtime.mirror)
     check_stages(graph.calls.values(), device, nodes)
+    if output is not None:
+        check_services(graph, graph.calls.values(), device, output)
 
 
-def check_before_start(graph: Graph) -> None:
+def check_before_start(graph: Graph, output: Path | None = None) -> None:
     """`check_run` before Ray starts: for this machine, unless RAY_ADDRESS names a cluster. Raises ConfigError."""
     machine = this_machine(graph.runtime.device)
     nodes = None if os.environ.get("RAY_ADDRESS") else [local_node(machine)]
-    check_run(graph, machine.device, nodes)
+    check_run(graph, machine.device, nodes, output)
 
 
 def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resources] | None) -> None:
-    """Check that the cluster has the stages' resources, hubs the repositories that they name, and that services answer.
+    """Check that the cluster has the stages' resources, and hubs the repositories that they name.
 
     Args:
         nodes: resources of each node. None: skip the check, because the cluster is not connected yet.
 
     Raises:
-        ConfigError: like `check_call`, `check_on_hub` and `Section.check_services`.
+        ConfigError: like `check_call` and `check_on_hub`.
     """
     for call in calls:
         if nodes is not None:
             check_call(call, device, nodes)
         for field, value in call.kind.outside_of(call.config).items():
             check_on_hub(value, f"{call.name}.{field}", "model" if field == "model" else "dataset")
-        for path, section in sections(call.config, call.name):
+
+
+def check_services(graph: Graph, calls: Iterable[StageCall], device: str, output: Path) -> None:
+    """Check that the services answer which `calls` of `graph` name, but those of results that `output` has.
+
+    Raises:
+        ConfigError: like `Section.check_services`.
+    """
+    named = [
+        (call, path, section)
+        for call in calls
+        for path, section in sections(call.config, call.name)
+        if type(section).check_services is not Section.check_services
+    ]
+    if not named:
+        return
+    store = evidence().open_store(output, open_shared(graph.runtime.storage))
+    cached = {name for name, stage in stored_stages(graph, output, store) if stage is not None}
+    for call, path, section in named:
+        if call.name not in cached:
             try:
                 section.check_services(call.runtime.model_copy(update={"device": device}))
             except ValueError as error:

@@ -46,7 +46,7 @@ class RunRecord:
         record: Mapping[str, Any] | None = None,
         gates: Mapping[str, Any] | None = None,
         terms: Mapping[str, SourceTerms] | None = None,
-        place: Path | None = None,
+        run_directory: Path | None = None,
         tags: Mapping[str, str] | None = None,
         tracking_uri: str | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class RunRecord:
         self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
         self._terms = dict(terms or {})
-        self._place = place or output
+        self._run_directory = run_directory or output
         self._sent: dict[str, str] = {}
         """Artifact that this run sent to MLflow → sha256."""
         self._stack = contextlib.ExitStack()
@@ -67,7 +67,7 @@ class RunRecord:
         record = {"project": self.project, "seed": self._seed} | record
         evidence().prepare(self.output, open_shared(self._storage))
         self.tracker = self._open_tracker()
-        before = unfinished_run(self._place, self.output, record)
+        before = unfinished_run(self._run_directory, self.output, record)
         self.flow_run_id, self._trigger = trigger_of_run()
         if before is not None:
             crash_lost_flow_run(before["flow_run_id"], self.flow_run_id)
@@ -75,7 +75,7 @@ class RunRecord:
         self._stack.enter_context(run_lock(self.output, self.run_id))
         evidence().append(self.output, self._began(record))
         self.summary = RunSummary(
-            self.output, self._place, record, self.run_id, self.flow_run_id, self.tracker.address(self.run_id)
+            self.output, self._run_directory, record, self.run_id, self.flow_run_id, self.tracker.address(self.run_id)
         )
         page = self.tracker.page(self.run_id)
         if page is not None and self.flow_run_id is not None:
@@ -143,10 +143,10 @@ class RunRecord:
             return Tracker(self.tracking_uri, self.project, self.output / "mlartifacts" if self._is_own else None)
 
     def _began(self, record: dict[str, Any]) -> RunBegan:
-        place = self._place.relative_to(self.output).as_posix()
+        run_directory = self._run_directory.relative_to(self.output).as_posix()
         return RunBegan(
             run_id=self.run_id,
-            place="" if place == "." else place,
+            run_directory="" if run_directory == "." else run_directory,
             facts={"project": record.get("project"), "seed": record.get("seed"), "config_digest": digest(record)},
             tracking="" if self._is_own else strip_credentials(self.tracking_uri),
             experiment=self.project,

@@ -36,7 +36,7 @@ class RunSummary:
 
     Args:
         output: directory of the checkpoints and records.
-        place: directory of lifecycle.json and the report.
+        run_directory: directory of lifecycle.json and the report.
         record: the config of the run.
         address: address of its MLflow page (`Tracker.address`).
     """
@@ -44,13 +44,13 @@ class RunSummary:
     def __init__(
         self,
         output: Path,
-        place: Path,
+        run_directory: Path,
         record: Mapping[str, Any],
         run_id: str,
         flow_run_id: str | None,
         address: str,
     ) -> None:
-        self.path, self.report = place / LIFECYCLE, place / REPORT
+        self.path, self.report = run_directory / LIFECYCLE, run_directory / REPORT
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}

@@ -14,29 +14,61 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
+from xray_runtime.cluster.device import local_device
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem
 from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
 from xray_runtime.kernel.evidence.log import digests
 from xray_runtime.kernel.evidence.view import Line, Published
 from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.graph.stage_identity import identify
 from xray_runtime.kernel.history.evidence import evidence, read_as_signed, read_logged
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store, load_manifest
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import DamagedError, SharedStore
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, Tracker, table_text
 from xray_runtime.kernel.tracking.recorder import METRICS, RECORDS, points_of, records_directory
 
+if TYPE_CHECKING:
+    from xray_runtime.kernel.graph.graph import Graph
+
 log = logging.getLogger(__name__)
 
 RESULTS, PUBLISHED = "results", "published"
+
+
+@dataclass(frozen=True)
+class StoredStage:
+    result: StageResult
+    parents: dict[str, CheckpointRef]
+    """Role → its input."""
+
+
+def stored_stages(graph: Graph, output: Path, store: Store) -> Iterator[tuple[str, StoredStage | None]]:
+    """(stage, its verified result), in order; None where it, or one of its inputs, has none."""
+    runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
+    memory, found = DigestMemory(output / DIGESTS), dict[str, StageResult]()
+    for name, call in graph.calls.items():
+        if any(handle.name not in found for handle in call.parents.values()):
+            yield name, None
+            continue
+        parents = {role: found[handle.name].checkpoint for role, handle in call.parents.items()}
+        sha256s = {role: ref.sha256 for role, ref in parents.items()}
+        identity, _ = identify(call.kind, name, call.config, call.seed, runtime, sha256s, call.functions, memory)
+        result = find_result(name, identity.key, output, store)
+        if result is not None:
+            found[name] = result
+        yield name, None if result is None else StoredStage(result, parents)
 
 
 def find_result(name: str, key: str, output: Path, store: Store) -> StageResult | None:

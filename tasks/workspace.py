@@ -21,7 +21,7 @@ from prefect_ray.context import remote_options
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.tasks.command import current_command
-from xray.tasks.preflight import check_servers, check_stages
+from xray.tasks.preflight import check_servers, check_services, check_stages
 from xray.tasks.register import register as register_task
 from xray.tasks.result import Result
 from xray.tasks.run_record import RunRecord
@@ -82,7 +82,7 @@ class Workspace(Graph):
         gates: Mapping[str, Any] | None = None,
         terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
         record: Mapping[str, Any] | None = None,
-        place: Path | None = None,
+        run_directory: Path | None = None,
         tags: Mapping[str, str] | None = None,
         tracking_uri: str | None = None,
         on_open: Callable[[Workspace], None] | None = None,
@@ -107,7 +107,7 @@ class Workspace(Graph):
                 source: value if isinstance(value, SourceTerms) else validate_as(SourceTerms, value, f"terms.{source}")
                 for source, value in (terms or {}).items()
             },
-            place=command.place or place,
+            run_directory=command.run_directory or run_directory,
             tags=command.tags or tags,
             tracking_uri=command.tracking_uri or tracking_uri,
         )
@@ -190,6 +190,7 @@ class Workspace(Graph):
     def submit(self, call: StageCall) -> None:
         if not self._checked:
             check_stages([call], self.runtime.device, nodes())
+            check_services(self, [call], self.runtime.device, self.output)
         if call.kind.registered_in == "__main__":
             raise ConfigError(
                 f"{call.name}: stage kind {call.kind.name!r} must be defined in a module that can be imported"

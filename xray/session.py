@@ -34,7 +34,7 @@ def workspace(
     gates: Mapping[str, Any] | None = None,
     terms: Mapping[str, SourceTerms | Mapping[str, Any]] | None = None,
     record: Mapping[str, Any] | None = None,
-    place: Path | None = None,
+    run_directory: Path | None = None,
     tags: Mapping[str, str] | None = None,
     tracking_uri: str | None = None,
     **defaults: Any,
@@ -53,7 +53,7 @@ def workspace(
         gates: the promotion gates of a candidate; the signed record of its evaluation contains them.
         terms: source → its licence, origin and personal data, for signed records and model cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
-        place: directory of lifecycle.json and the report; by default `output`.
+        run_directory: directory of lifecycle.json and the report; by default `output`.
         tags: tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
@@ -71,7 +71,13 @@ def workspace(
             yield graph
         return
     options = defaults | {"project": project, "seed": seed, "runtime": runtime, "until": until, "gates": gates}
-    options |= {"terms": terms, "record": record, "place": place, "tags": tags, "tracking_uri": tracking_uri}
+    options |= {
+        "terms": terms,
+        "record": record,
+        "run_directory": run_directory,
+        "tags": tags,
+        "tracking_uri": tracking_uri,
+    }
     with contextlib.ExitStack() as stack:
         script = None
         # Commands have their own display and signal handlers.

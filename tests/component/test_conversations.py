@@ -27,13 +27,14 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.kind import NoInputs
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.methods.common.environment import EnvironmentConfig
-from xray_runtime.methods.common.inputs import PPOInputs, SFTInputs
 from xray_runtime.methods.ppo import body as ppo
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.prepare import body as prepare
 from xray_runtime.methods.prepare.config import DataConfig
 from xray_runtime.methods.sft import body as sft
 from xray_runtime.methods.sft.config import SFTConfig
+from xray_runtime.methods.sft.kind import SFTInputs
 from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")

@@ -20,10 +20,10 @@ from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.graph.artifacts import Model
-from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval import body as harness_task
 from xray_runtime.methods.lm_eval.config import LMEvalConfig
 from xray_runtime.methods.lm_eval.harness_files import read_tasks
+from xray_runtime.methods.lm_eval.kind import LMEvalInputs
 
 ASKED = ["hello there", "how are you", "fine thanks", "how are you today", "hello", "are you there"]
 

@@ -27,9 +27,9 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.store.snapshots import Snapshot
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.objectives import PolicyForward, PPOObjective
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.rewards.config import reward_term

@@ -24,8 +24,7 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.kernel.tracking.recorder import StageRecorder
-from xray_runtime.methods.common.inputs import SFTInputs
-from xray_runtime.methods.sft.kind import SFT
+from xray_runtime.methods.sft.kind import SFT, SFTInputs
 
 ROWS, STEPS = 3072, 2
 MICRO_BATCH_TOKENS = 98304

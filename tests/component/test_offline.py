@@ -22,11 +22,13 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
-from xray_runtime.methods.common.inputs import BestOfNInputs, DPOInputs, KTOInputs
+from xray_runtime.methods.best_of_n.kind import BestOfNInputs
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.dpo.kind import DPOInputs
 from xray_runtime.methods.kto import body as kto
 from xray_runtime.methods.kto.config import KTOConfig, KTOValidation
+from xray_runtime.methods.kto.kind import KTOInputs
 from xray_runtime.rewards.config import reward_term
 
 PAIRS, BATCH, STEPS = 24, 8, 6

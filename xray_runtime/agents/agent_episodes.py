@@ -195,7 +195,7 @@ class AgentEpisodes:
                 return Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]], end["ran_again"])
             episode, outcome = self._run(planned, name, known, version, step)
             if episode.is_stale:
-                log.info("%s begins anew: its oldest call is of too old a version", name)
+                log.info("%s starts over: its oldest call is from too old a version", name)
                 self._begin_anew(planned, step, counts, "stale")
                 continue
             if outcome.infrastructure is not None and ran_again < self._config.retries:

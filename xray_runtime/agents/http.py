@@ -87,7 +87,7 @@ class AgentApp:
         given = _secret(scope["headers"])
         # An unknown episode and a wrong secret look the same.
         if episode is None or not secrets.compare_digest(given, episode.secret.encode()):
-            raise RefusedError("this is no episode, or the API key is not that of this episode", 401)
+            raise RefusedError("there is no such episode, or the API key belongs to another one", 401)
         return episode, "/".join(parts[2:])
 
     async def _route(self, episode: AgentEpisode, path: str, scope: Message, receive: Receive, send: Send) -> None:

@@ -55,7 +55,7 @@ class AgentWorker:
                 answer.set_result({"infrastructure": "the stage ended"})
                 return number, answer
             if self._process.poll() is not None:
-                log.warning("the process of agents ended with %s; it is started again", self._process.returncode)
+                log.warning("the agents' process ended with %s; it is restarted", self._process.returncode)
                 os.close(self._held)
                 self._start()
             self._pending[number] = answer
@@ -120,4 +120,4 @@ class AgentWorker:
             rest = list(pending.values())
             pending.clear()
         for future in rest:
-            future.set_result({"infrastructure": "the process of agents died"})
+            future.set_result({"infrastructure": "the agents' process died"})

@@ -1,4 +1,4 @@
-"""Threads in which requests are read and brought into tokens, so that the gateway's event loop answers others."""
+"""Threads that read and tokenize requests, so that the gateway's event loop answers others."""
 
 from __future__ import annotations
 

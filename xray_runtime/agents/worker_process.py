@@ -1,4 +1,4 @@
-"""Processes that run code of users: what their parent and they themselves do alike."""
+"""Processes that run code of users: what the parent and its children have in common."""
 
 from __future__ import annotations
 

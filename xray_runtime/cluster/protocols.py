@@ -114,7 +114,20 @@ class Sleep(Protocol):
     def remote(self, synced_next: bool = False) -> Ref[None]: ...
 
 
-class ModelHandle(Protocol):
+class _WithoutRows(Protocol):
+    """The calls that take no rows."""
+
+    load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
+    save: Save
+    save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
+    load_state: Method[[Path], None]
+    sleep: Sleep
+    wake_up: Method[[], None]
+
+
+class ModelHandle(_WithoutRows, Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
     score: Method[[TextBatch], Scores]
@@ -122,17 +135,9 @@ class ModelHandle(Protocol):
     train: Method[[TextBatch, StepTotals, float], dict[str, float]]
     generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     follow: Method[[ModelHandle, int], str | None]
-    load_weights: Method[[WeightUpdate], int]
-    load_checkpoint: Method[[Path, int], None]
-    save: Save
-    save_state: Method[[Path], None]
-    check_state: Method[[Path], str | None]
-    load_state: Method[[Path], None]
-    sleep: Sleep
-    wake_up: Method[[], None]
 
 
-class WholeModelHandle(Protocol):
+class WholeModelHandle(_WithoutRows, Protocol):
     """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
 
     score: Method[[Scattered[TextBatch]], Scores]
@@ -140,14 +145,6 @@ class WholeModelHandle(Protocol):
     train: Method[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
     generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: Method[[WholeModelHandle, int], str | None]
-    load_weights: Method[[WeightUpdate], int]
-    load_checkpoint: Method[[Path, int], None]
-    save: Save
-    save_state: Method[[Path], None]
-    check_state: Method[[Path], str | None]
-    load_state: Method[[Path], None]
-    sleep: Sleep
-    wake_up: Method[[], None]
     ping: Method[[], None]
     build: Method[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]

@@ -28,6 +28,7 @@ from xray_runtime.data.control_tokens import ControlTokens, Encoded
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
 from xray_runtime.data.template_text import ASSISTANT_TURN, OF_REASONING, USER_TURN, TemplateText, refuse
+from xray_runtime.data.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
 TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
@@ -59,14 +60,14 @@ class _Reply(NamedTuple):
     rest: str
 
 
-def chat_format(tokenizer: Any) -> ChatFormat:
+def chat_format(tokenizer: Tokenizer) -> ChatFormat:
     """The format of a tokenizer's current template. Raises ValueError as `ControlTokens`."""
     template = tokenizer.chat_template
     return _chat_format(tokenizer, template if isinstance(template, str) else json.dumps(template))
 
 
 @lru_cache(maxsize=8)
-def _chat_format(tokenizer: Any, template: str) -> ChatFormat:
+def _chat_format(tokenizer: Tokenizer, template: str) -> ChatFormat:
     return ChatFormat(tokenizer)
 
 
@@ -75,7 +76,7 @@ class ChatFormat:
     refuses a conversation, changes a message's text, omits a message, its reasoning, a tool or a call, or begins a
     reply otherwise than its prompt ends."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
         self._template = TemplateText(tokenizer, self.control)
 

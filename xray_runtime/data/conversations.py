@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +21,7 @@ from xray_runtime.data.chat_format import Turns, chat_format
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, by_pair, in_shards, joined, stored
 from xray_runtime.kernel.store.seal import Seal
 
@@ -79,7 +79,7 @@ class ConversationTokens:
     def __init__(
         self,
         pairs: Path,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         max_prompt: int,
         max_reply: int,
         seal: Seal,
@@ -147,13 +147,13 @@ class ConversationTokens:
         return fit
 
 
-def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
+def _encoded(pairs: Pairs[Example], tokenizer: Tokenizer, report: Report) -> Iterator[pa.RecordBatch]:
     for rows in in_shards(_rows(pairs, tokenizer, report)):
         spans = [[position for span in row.spans for position in span] for row in rows]
         yield pa.RecordBatch.from_pydict({"input_ids": [row.ids for row in rows], "spans": spans}, schema=SCHEMA)
 
 
-def _rows(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[Turns]:
+def _rows(pairs: Pairs[Example], tokenizer: Tokenizer, report: Report) -> Iterator[Turns]:
     form, done = chat_format(tokenizer), 0
     for part in in_shards(conversations(pairs)):
         report(done, len(pairs))

@@ -22,6 +22,7 @@ from pyarrow import parquet
 from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokenizing import decode_prompts, decode_replies, decode_reply, own_text, transcript
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.files import write_atomic
@@ -150,7 +151,7 @@ class Query:
         return table.filter(pa.array(wanted))
 
 
-def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used. The reply
     of an agent's episode is its conversation, also as `calls`. The tokenizer is the policy's."""
     hashed = "reply_hash" in table.column_names
@@ -190,7 +191,7 @@ def _shown_reply(text: str, is_episode: bool) -> dict[str, str]:
     return {"reply": answer} if reasoning is None else {"reasoning": reasoning, "reply": answer}
 
 
-def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, Any]], str] | None]:
+def _agent_calls(table: pa.Table, tokenizer: Tokenizer) -> list[tuple[list[dict[str, Any]], str] | None]:
     """The calls of each row that is an agent's episode, and their text."""
     if ANSWERS not in table.column_names:
         return [None] * len(table)
@@ -206,7 +207,7 @@ def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, A
 
 
 def reply_texts(
-    table: pa.Table, tokenizer: Any, text_of: Callable[[Any, np.ndarray, np.ndarray], str] = own_text
+    table: pa.Table, tokenizer: Tokenizer, text_of: Callable[[Any, np.ndarray, np.ndarray], str] = own_text
 ) -> list[str]:
     """The policy's own text in each row, as the rewards received it, or what `text_of` makes of an episode's tokens and
     of which of them were sampled; tokens must not be hashed."""

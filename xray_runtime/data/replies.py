@@ -12,6 +12,7 @@ from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text, reply_message
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 from xray_runtime.data.tokens import Tokens
 
@@ -73,7 +74,7 @@ def from_verdicts(
     return found, counts
 
 
-def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
+def encoded(labelled: Sequence[LabelledReply], tokenizer: Tokenizer) -> Replies:
     """The tokens of these replies, in memory, since human verdicts are few."""
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
     given = [(one.prompt, reply_message(one.reply)) for one in labelled]
@@ -81,7 +82,7 @@ def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     return Replies(len(labelled), TextBatch.of(prompts, replies).take)
 
 
-def within(labelled: Sequence[LabelledReply], tokenizer: Any, max_tokens: int | None) -> list[LabelledReply]:
+def within(labelled: Sequence[LabelledReply], tokenizer: Tokenizer, max_tokens: int | None) -> list[LabelledReply]:
     """Those with at most `max_tokens`, prompt and reply together; None: all."""
     if max_tokens is None or not labelled:
         return list(labelled)

@@ -20,6 +20,7 @@ from xray_runtime.data.control_tokens import ControlTokens, unguessable
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import CLOSE, KEY, split_reasoning
 from xray_runtime.data.rendering_limit import check_size, limited_rendering
+from xray_runtime.data.tokenizer import Tokenizer
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
@@ -56,7 +57,7 @@ class TemplateText:
     """The renderings of a tokenizer's chat template. Every method raises a one-line ValueError if the template refuses
     a conversation, changes a message's text, or omits a message, a tool or a call."""
 
-    def __init__(self, tokenizer: Any, control: ControlTokens) -> None:
+    def __init__(self, tokenizer: Tokenizer, control: ControlTokens) -> None:
         self._tokenizer, self._control = tokenizer, control
         secret = unguessable()
         self._slot_prefix, self._spare_prefix = f"{secret}a", f"{secret}b"

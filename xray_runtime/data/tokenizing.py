@@ -16,6 +16,7 @@ import numpy as np
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, reply_message
 from xray_runtime.data.reasoning import split_reasoning, with_reasoning
+from xray_runtime.data.tokenizer import Tokenizer
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 TOOL, TOOLS = "<|tool|>", "<|tools|>"
@@ -86,36 +87,36 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Messages]) -> list[list[int]]:
     """Token ids of each prompt under the chat template, up to the start of the assistant's reply."""
     return chat_format(tokenizer).prompts(prompts)
 
 
 def encode_replies_to(
-    tokenizer: Any, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False
+    tokenizer: Tokenizer, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False
 ) -> list[list[int]]:
     """Token ids of each assistant's message after its prompt, with the end of its turn. Raises ValueError: the template
     changes one that was not `sampled`."""
     return chat_format(tokenizer).replies(replies, sampled=sampled)
 
 
-def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
+def encode_conversations(tokenizer: Tokenizer, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt with its reply as the assistant's last turn, under the chat template."""
     conversations = [[*prompt, reply_message(reply)] for prompt, reply in zip(prompts, replies, strict=True)]
     return chat_format(tokenizer).wholes(conversations)
 
 
-def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+def decode_replies(tokenizer: Tokenizer, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each reply, without special tokens, with its reasoning as `data.reasoning` reads it."""
     return chat_format(tokenizer).texts(ids)
 
 
-def decode_reply(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode_reply(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """`decode_replies` of one reply."""
     return decode_replies(tokenizer, [ids])[0]
 
 
-def decode_prompts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+def decode_prompts(tokenizer: Tokenizer, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each prompt, or of a part of one, without special tokens."""
     if not ids:
         return []  # transformers would return one empty text
@@ -123,7 +124,7 @@ def decode_prompts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     return texts
 
 
-def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
+def turns(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
     """A multi-turn episode, tokens [T] and which of them the policy sampled [T], as (whether it did, text)."""
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
@@ -139,7 +140,7 @@ def sampled_turns(ids: Sequence[int], sampled: np.ndarray) -> list[list[int]]:
     return [[number for number, _ in run] for is_own, run in runs if is_own]
 
 
-def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
+def own_text(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The policy's turns of an episode as one reply: the reasoning of all turns, and then their answers, one per
     line."""
     own = [split_reasoning(text) for is_own, text in turns(tokenizer, ids, sampled) if is_own]
@@ -147,6 +148,6 @@ def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
     return with_reasoning("\n".join(reasoning) if reasoning else None, "\n".join(answer for _, answer in own))
 
 
-def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
+def transcript(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The whole episode for display, with observations in brackets."""
     return " ".join(text if is_reply else f"[{text}]" for is_reply, text in turns(tokenizer, ids, sampled))

@@ -20,6 +20,7 @@ from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.text_set import DIGEST
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 from xray_runtime.kernel.store.derived import Derived
 from xray_runtime.kernel.store.identity import digest, file_sha256
@@ -68,7 +69,7 @@ class Tokens:
         self,
         pairs: Path,
         of: type[Example] | type[PreferenceExample],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         seal: Seal,
         report: Report = lambda done, total: None,
         read: Read = "replies",
@@ -144,7 +145,7 @@ def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def stored(
-    pairs: Path, form: str, tokenizer: Any, make: Callable[[], Iterator[pa.RecordBatch]], seal: Seal
+    pairs: Path, form: str, tokenizer: Tokenizer, make: Callable[[], Iterator[pa.RecordBatch]], seal: Seal
 ) -> list[pa.RecordBatch]:
     """The mapped record batches of a dataset's file for a tokenizer; they are made if missing.
 
@@ -165,7 +166,7 @@ def stored(
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
 
-def _key(pairs: Path, form: str, tokenizer: Any) -> str:
+def _key(pairs: Path, form: str, tokenizer: Tokenizer) -> str:
     """A digest of all inputs of the tokens."""
     with tempfile.TemporaryDirectory() as directory:
         # Saved again, so that the digest does not depend on the checkpoint that it was read from.
@@ -177,7 +178,7 @@ def _key(pairs: Path, form: str, tokenizer: Any) -> str:
 
 
 def _encoded(
-    pairs: Pairs[Any], names: tuple[str, ...], tokenizer: Any, report: Report, read: Read
+    pairs: Pairs[Any], names: tuple[str, ...], tokenizer: Tokenizer, report: Report, read: Read
 ) -> Iterator[pa.RecordBatch]:
     schema = pa.schema(
         [pa.field(name, IDS, nullable=False) for name in names]
@@ -200,7 +201,7 @@ def _encoded(
 
 
 def _in_tokens(
-    pairs: Sequence[Example | PreferenceExample], tokenizer: Any, read: Read
+    pairs: Sequence[Example | PreferenceExample], tokenizer: Tokenizer, read: Read
 ) -> list[tuple[list[int], list[list[int]]]]:
     """(prompt, each reply behind it) of each pair."""
     prompts = encode_prompts(tokenizer, [pair.prompt for pair in pairs])

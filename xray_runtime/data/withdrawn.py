@@ -37,7 +37,7 @@ class WithdrawnTexts:
         except FileNotFoundError:
             return cls(secrets.token_hex(32), ())
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: is damaged, or no file of withdrawn texts ({type(error).__name__})") from None
+            raise ValueError(f"{path}: is damaged, or not a file of withdrawn texts ({type(error).__name__})") from None
 
     def add(self, texts: Iterable[str]) -> None:
         """Add texts; short ones are left out."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.engines.generator import generator
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
@@ -102,7 +103,7 @@ class Generation:
         )
 
 
-def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:
+def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Reply | None:
     """`reply` up to the token that completes one of the texts `stop`; None if it holds none of them.
 
     Engines sample without a tokenizer, so the rest is sampled and discarded.

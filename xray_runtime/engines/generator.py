@@ -85,7 +85,7 @@ class Generator(GeneratorPlug, Protocol):
 
     def memory_pool(self) -> MemoryPool:
         """With `capabilities.memory_pool`."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def sender(
         self,
@@ -101,7 +101,7 @@ class Generator(GeneratorPlug, Protocol):
                 ranks.
             rank: of the trainer.
         """
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
 
 def generator(name: str) -> Generator:

@@ -83,7 +83,7 @@ class Sampler(Protocol):
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU, which the generator's `DirectSender` drives: `init` once, then
         `start`, any number of `update`, whose `names` are the tensors that it brings, and `finish`."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def layers_of(self, names: set[str]) -> set[str]:
         """`names` and the tensors that must be written together with them."""

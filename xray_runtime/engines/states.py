@@ -116,14 +116,14 @@ class Reader(AbstractContextManager["Reader"]):
         buffer, filled = memoryview(raw).cast("B"), 0
         for file, piece in self._pieces.get(key, ()):
             if piece.shape != wanted.shape:
-                raise ValueError(f"the snapshot's {key} is of shape {piece.shape}, not {wanted.shape}")
+                raise ValueError(f"the snapshot's {key} has shape {piece.shape}, not {wanted.shape}")
             for into, place, count in overlaps(wanted, piece):
                 view = buffer[BYTES * into : BYTES * (into + count)]
                 self._fill(file, view, piece.offset + BYTES * place)
                 filled += count
         part_done()
         if filled != wanted.size or key not in self._pieces:
-            raise ValueError(f"the snapshot has no {key}, or only a part of it: it is of another model")
+            raise ValueError(f"the snapshot has no {key}, or only a part of it: it belongs to another model")
         return found
 
     def _fill(self, file: str, view: memoryview, place: int) -> None:

@@ -44,12 +44,12 @@ class Trainer(TrainerPlug, Protocol):
     def scorer(self, module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: torch.device) -> Scorer:
         """This rank of a model that only scores and that is split or sharded, as `engine`. Called with
         `capabilities.scoring` alone."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def can_split(self, model: str) -> tuple[bool, bool]:
         """Whether `model` (as in `PretrainedBase`) supports tensor and pipeline parallelism. Called with
         `capabilities.sharding` alone, as `planned`."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def planned(self, level: int | None, *, offload: bool) -> Mapping[str, int | str | None]:
         """The fields of its config, beside those of every trainer, for a plan.
@@ -58,7 +58,7 @@ class Trainer(TrainerPlug, Protocol):
             level: of sharding; None: not chosen yet.
             offload: optimizer states are in host memory.
         """
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
 
 def trainer(name: str) -> Trainer:

@@ -1,4 +1,4 @@
-"""Answers of HTTP servers that nobody vouches for: read as they arrive, up to a size and a time, never decompressed.
+"""Answers of untrusted HTTP servers: read as they arrive, up to a size and a time, never decompressed.
 
 A few kilobytes can decompress to gigabytes, in more layers than one. So every client asks for the plain answer, and
 refuses any other.
@@ -34,7 +34,7 @@ def read(response: httpx.Response, within_s: float) -> bytes:
         content += part
         _check_size(content)
         if time.monotonic() > end:
-            raise httpx.ReadTimeout(f"no whole answer within {within_s:g} s")
+            raise httpx.ReadTimeout(f"no complete answer within {within_s:g} s")
     return bytes(content)
 
 

@@ -42,4 +42,4 @@ def _check_text(text: str) -> None:
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError:
-        raise ValueError("the body is not allowed: a text has half a character (surrogates not allowed)") from None
+        raise ValueError("the body is not allowed: a text has a lone surrogate, which is not a character") from None

@@ -245,11 +245,11 @@ def reasons_against(store: LineageStore, node: Node) -> list[str]:
         if sha in marked:
             reasons.append(f"{name}: {marked[sha]} was withdrawn from it")
         elif ancestor is None or ancestor.statement is None:
-            reasons.append(f"{name}: it cannot be told whether what was withdrawn is in it")
+            reasons.append(f"{name}: whether it contains withdrawn data is not known")
         elif any(f"{s.kind}:{s.digest}" in sources for s in ancestor.statement.predicate.build.internal.sources):
             reasons.append(f"{name}: it read a source that was withdrawn")
         elif ancestor.is_data and _holds(ancestor, texts):
-            reasons.append(f"{name}: it has texts that were withdrawn")
+            reasons.append(f"{name}: it contains withdrawn texts")
     return reasons
 
 
@@ -258,7 +258,7 @@ def refusal(store: LineageStore, node: Node) -> str | None:
     try:
         reasons = reasons_against(store, node)
     except (OSError, ValueError) as error:
-        reasons = [f"it cannot be told whether what was withdrawn is in it ({first_line(error)})"]
+        reasons = [f"whether it contains withdrawn data is not known ({first_line(error)})"]
     if not reasons:
         return None
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
@@ -290,7 +290,7 @@ def verify(store: LineageStore) -> list[str]:
             whys = reasons_against(store, node) if node is not None else ["it is not in the store"]
             contradictions += [f"{name}@{alias} is {decision.checkpoint[:12]}: {why}" for why in whys]
     contradictions += [
-        f"{name}: it was erased, and is there" for name in sorted(log.erased) if (output / name).exists()
+        f"{name}: it was erased, but is present" for name in sorted(log.erased) if (output / name).exists()
     ]
     for entry in log.state(Withdrawals):
         kind, _, pseudonym = entry.subject.partition(" ")

@@ -41,13 +41,14 @@ from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 
 if TYPE_CHECKING:
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.models.config import FreshBase
 
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 
 
-def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
+def fresh_llama(config: FreshBase, tokenizer: Tokenizer, seed: int) -> nn.Module:
     """A Llama with random weights for `tokenizer`, the same for the same seed."""
     import_transformers()
     llama = transformers.LlamaConfig(
@@ -74,7 +75,7 @@ class Pretrained(NamedTuple):
     """A pretrained model in float32."""
 
     lm: Any
-    tokenizer: Any
+    tokenizer: Tokenizer
     files: dict[str, Path]
     """A skeleton's tensors: name → its file."""
     left_out: list[str]
@@ -176,7 +177,7 @@ def saved_shapes(lm: Any) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in revert_weight_conversion(lm, ordered).items()}
 
 
-def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
+def complete_tokenizer(tokenizer: Tokenizer, field: str, model: str) -> None:
     """Have the end token pad where nothing else does. Raises ValueError where a conversation cannot be written."""
     if tokenizer.chat_template is None:
         raise ValueError(f"{field}: the tokenizer of {model!r} has no chat template: set chat_template")
@@ -204,7 +205,7 @@ def _without_quantization(lm: Any) -> nn.Module:
 
 
 def save_model(
-    lm: Any, tokenizer: Any, directory: Path, stops: Sequence[int] = (), files: Mapping[str, Path] | None = None
+    lm: Any, tokenizer: Tokenizer, directory: Path, stops: Sequence[int] = (), files: Mapping[str, Path] | None = None
 ) -> None:
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
@@ -329,7 +330,7 @@ def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str
     return loaded
 
 
-def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
+def stop_tokens(tokenizer: Tokenizer, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
     """The tokens that end a reply, wherever one is sampled or read: first the one by which the chat template ends a
     turn, then the tokenizer's end-of-sequence token and those of the model's generation config. Raises ValueError if
     the template ends a turn without a special token."""
@@ -337,14 +338,14 @@ def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tupl
     return tuple(dict.fromkeys([chat_format(tokenizer).end_of_turn, tokenizer.eos_token_id, *others]))
 
 
-def stops_of(directory: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ...]:
+def stops_of(directory: str | os.PathLike[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """`stop_tokens` of a checkpoint directory."""
     path = Path(directory) / "generation_config.json"
     recommended = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return stop_tokens(tokenizer, recommended)
 
 
-def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory."""
     paths = [Path(directory) / name for name in ("tokenizer_config.json", "config.json")]
     tokenizer, model = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)

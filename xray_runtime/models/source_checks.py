@@ -15,6 +15,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
+from xray_runtime.data.tokenizer import Tokenizer
+
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPUTED_BUFFERS = ("inv_freq", "original_inv_freq", "position_ids", "masked_bias", "bias")
@@ -111,7 +113,7 @@ def _check_types(files: Mapping[str, Path]) -> None:
                     raise ForeignModelError(f"is quantized ({name} is stored as {dtype}): convert it to bfloat16 first")
 
 
-def check_vocabulary(lm: Any, tokenizer: Any, stops: Iterable[int] = ()) -> list[str]:
+def check_vocabulary(lm: Any, tokenizer: Tokenizer, stops: Iterable[int] = ()) -> list[str]:
     """The added tokens of `tokenizer` that have no row in the embedding and that nothing writes: a text that spells
     them is encoded as text (`data.control_tokens`).
 

@@ -182,7 +182,7 @@ def _base(text: str, lenient: bool) -> Base | None:
     if found is None or not found[1][0].isdigit():
         return None
     if not 2 <= int(found[2]) <= 16 or any(int(digit, 16) >= int(found[2]) for digit in found[1]):
-        raise ValueError(f"{found[1]!r} is no number in base {found[2]}")
+        raise ValueError(f"{found[1]!r} is not a number in base {found[2]}")
     return Base(found[1].lower(), int(found[2]))
 
 
@@ -197,7 +197,7 @@ def _value(text: str, name: str | None, lenient: bool) -> Value:
         percent, unit = re.fullmatch("(.*)", plain), None
     expression = parsed(percent[1] if percent else plain)
     if (plain != text or percent) and expression.free_symbols:
-        raise ValueError(f"{text[len(plain) :]!r} follows what is no number")
+        raise ValueError(f"{text[len(plain) :]!r} follows something that is not a number")
     return Value(expression, name, percent is not None, unit)
 
 

@@ -113,6 +113,11 @@ class JudgingConfig(GoldConfig):
         return 1
 
     @property
+    def keeps_answers(self) -> bool:
+        """Whether answers may go into the checkpoint: their reasons may quote replies."""
+        return True
+
+    @property
     def terms(self) -> dict[str, list[Term]]:
         """Field → the sources in it."""
         return {"rewards": self.rewards}

@@ -21,6 +21,7 @@ from xray_runtime.rewards.term import Recording, Term
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.rewards.config import JudgingConfig
     from xray_runtime.rewards.source import Batch, Score
 
 BySource = dict[str, dict[int, "Score"]]
@@ -44,7 +45,8 @@ class ExternalRewards:
             for source, term in terms.items()
             if isinstance(term, ExternalTerm)
         }
-        keeps = keeps_answers(stage.config)
+        config: JudgingConfig = stage.config
+        keeps = config.keeps_answers
         self._recorded = {s for s in self._sources if keeps and terms[s].recording is Recording.RECORDED}
         self.runs_code = [source for source, opened in self._sources.items() if opened.runs_code]
         """Sources that run code of replies."""
@@ -108,12 +110,6 @@ def recorded_sources(config: Section) -> list[Term]:
     """The terms of a stage's config whose answers a replay reads."""
     terms = (part for _, part in sections(config) if isinstance(part, Term))
     return [term for term in terms if term.recording is Recording.RECORDED]
-
-
-def keeps_answers(config: Any) -> bool:
-    """Whether answers may go into the checkpoint: their reasons may quote replies that its ledger leaves out."""
-    ledger = getattr(config, "ledger", None)
-    return ledger is None or (ledger.keep != "none" and ledger.tokens == "kept")
 
 
 def _columns(dataset: Path) -> list[str]:

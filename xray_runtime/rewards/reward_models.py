@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.protocols import ModelHandle, Ref
     from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.engines.layouts import FrozenConfig
     from xray_runtime.kernel.graph.artifacts import RewardModel
     from xray_runtime.rewards.term import Term
@@ -51,7 +52,7 @@ class RewardModels:
         terms: Mapping[str, Term],
         models: Mapping[str, RewardModel],
         frozen: FrozenConfig,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         trunk: tuple[Path, int] | None = None,
     ) -> None:
         self._stage, self._frozen = stage, frozen

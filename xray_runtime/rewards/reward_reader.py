@@ -20,6 +20,7 @@ from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Messages, reply_message
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import answers_of, reasoning_of
+from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies_to
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
@@ -36,7 +37,7 @@ class RewardReader:
         tokenizer: the policy's; None if only texts are scored.
     """
 
-    def __init__(self, directory: Path, where: str, tokenizer: Any = None) -> None:
+    def __init__(self, directory: Path, where: str, tokenizer: Tokenizer | None = None) -> None:
         self._where, self._tokenizer = where, load_tokenizer(directory)
         self.summary: dict[str, Any] = json.loads((directory / "reward.json").read_text())
         """The content of its reward.json."""
@@ -87,13 +88,15 @@ class RewardReader:
         return ids[:length]
 
 
-def replies_to(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
+def replies_to(tokenizer: Tokenizer, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
     """Token ids of sampled replies after their prompts, with the end of the turn."""
     given = [(prompt, reply_message(reply)) for prompt, reply in zip(prompts, replies, strict=True)]
     return encode_replies_to(tokenizer, given, sampled=True)
 
 
-def answer_rows(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str], rows: TextBatch) -> TextBatch:
+def answer_rows(
+    tokenizer: Tokenizer, prompts: Sequence[Messages], replies: Sequence[str], rows: TextBatch
+) -> TextBatch:
     """`rows` (the policy's tokens of these prompts and replies) for reward models: a reply with reasoning is replaced
     by its answer."""
     places = [place for place, reasoning in enumerate(reasoning_of(replies)) if reasoning is not None]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.protocols import Ref
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import Scores, TextBatch
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.rewards.config import JudgingConfig
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class RewardSources:
     def __init__(
         self,
         stage: Stage[Any, Any],
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         trunk: tuple[Path, int] | None = None,
         *,
         field: Literal["rewards", "judges"] = "rewards",

@@ -68,12 +68,12 @@ def _located(
     ref: str, output: Path, same_disk: Path | None = None, manifests_only: bool = False
 ) -> Iterator[tuple[LineageStore, Node]]:
     """(store, checkpoint) that `ref` names; a bundle is unpacked as `bundle.open_bundle` says."""
-    place, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
-    if Path(place).is_file():
-        with open_bundle(Path(place), same_disk, manifests_only) as bundle:
-            yield bundle, find(name, bundle) if name else _newest(bundle, place)
+    path, _, name = (ref, "", "") if Path(ref).exists() else ref.partition("#")
+    if Path(path).is_file():
+        with open_bundle(Path(path), same_disk, manifests_only) as bundle:
+            yield bundle, find(name, bundle) if name else _newest(bundle, path)
     elif name:
-        source = open_lineage_store(Path(place), None)
+        source = open_lineage_store(Path(path), None)
         yield source, find(name, source)
     else:
         # A directory elsewhere is audited with the MLflow that is known there.

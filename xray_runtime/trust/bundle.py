@@ -56,7 +56,7 @@ RECORD_OF_KEY = re.compile(r"[0-9a-f]{16}\.(pub|json)")
 """Names in keys/retired."""
 MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
 """Far more than any bundle of ours has."""
-UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
+UNKNOWN_KEY = "cannot be known: whose key it is. It came with the bundle: compare it, or name yours (--public-key)"
 
 
 def export(store: LineageStore, node: Node, path: Path) -> int:
@@ -176,13 +176,13 @@ def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         problem = None
         # A sparse file may claim any size.
         if not (member.isfile() or member.isdir()) or member.issparse() or member.size < 0:
-            problem = "which is no plain file and no directory"
+            problem = "which is neither a plain file nor a directory"
         elif not is_safe(name) or not name.isprintable():
-            problem = "a name that leads out of it, or is none of ours"
+            problem = "a name that points outside it, or that X-ray does not write"
         elif name.count("/") >= MAX_DEPTH or len(os.fsencode(name)) > MAX_NAME_BYTES:
             problem = f"a name of more than {MAX_DEPTH} parts or {MAX_NAME_BYTES} bytes"
         elif plain in seen:
-            problem = "a name that stands in it twice"
+            problem = "a name that appears twice"
         elif len(seen) >= MAX_MEMBERS:
             problem = f"its member {MAX_MEMBERS + 1:,}: more are not allowed"
         if problem is not None:

@@ -265,7 +265,7 @@ class _ReplayRecorder:
             found = first_difference(read_shard(theirs), read_shard(ours))
         except ValueError as error:
             found = Difference(step, None, name, str(error), "a sound shard")
-        self._end(found or Difference(step, None, name, "other bytes for the same values", "those of the values"))
+        self._end(found or Difference(step, None, name, "the same values in different bytes", "those of the values"))
 
     def sent(self, version: int, digest: str | None) -> None:
         """Compare the policy after `version` updates, as it is sent to the generator."""

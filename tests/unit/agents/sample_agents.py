@@ -11,11 +11,16 @@ from typing import Any
 import httpx
 
 
+def send(url: str, content: Any, headers: dict[str, str]) -> httpx.Response:
+    """A request that loads no certificates: that takes longer than all else in an episode."""
+    return httpx.post(url, json=content, headers=headers, timeout=60, verify=False)
+
+
 def ask(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """One call, without an SDK, which takes a second to import."""
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     body = {"model": "x", "messages": messages} | fields
-    answer = httpx.post(f"{url}/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    answer = send(f"{url}/chat/completions", body, {"authorization": f"Bearer {key}"})
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()["choices"][0]["message"]
     return found
@@ -23,7 +28,7 @@ def ask(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
 
 def post(value: Any) -> None:
     url, key = os.environ["XRAY_EPISODE_URL"], os.environ["OPENAI_API_KEY"]
-    httpx.post(f"{url}/reward", json=value, headers={"x-api-key": key})
+    send(f"{url}/reward", value, {"x-api-key": key})
 
 
 def two_turns(task: dict[str, Any]) -> float:
@@ -95,7 +100,7 @@ def steal(own: str) -> None:
     body = {"model": "x", "messages": [{"role": "user", "content": "stolen"}]}
     for url, key in [*((url, os.environ["OPENAI_API_KEY"]) for url in others if url != own), (own, "xray-guessed")]:
         for path, content in (("v1/chat/completions", body), ("reward", {"value": 100})):
-            answer = httpx.post(f"{url}/{path}", json=content, headers={"x-api-key": key}, timeout=60)
+            answer = send(f"{url}/{path}", content, {"x-api-key": key})
             if answer.status_code != 401:
                 raise ValueError(f"{path} of another episode answers {answer.status_code}")
 

@@ -70,7 +70,7 @@ def test_an_agent_that_hangs_is_ended_and_another_that_died_with_its_parent_is_i
     runner = open_runner(config(agent=f"{HERE}:faulty", timeout_s=5.0), tmp_path / "agents.log")
     try:
         assert outcome(runner, world, fault="hangs") == Outcome(broken="it took longer than timeout_s = 5")
-        assert outcome(runner, world, fault="kills") == Outcome(infrastructure="the process of agents died")
+        assert outcome(runner, world, fault="kills") == Outcome(infrastructure="the agents' process died")
         assert outcome(runner, world, fault="none") == Outcome(Posted(1.0))
         run = runner.start({"prompt": "a", "fault": "hangs"}, address(world))
         run.stop()

@@ -122,7 +122,7 @@ def test_an_abandoned_record_does_not_stay_running(tmp_path: Path, monkeypatch: 
             output.mkdir(exist_ok=True)
             facts = {"project": "p", "seed": 0, "config_digest": "0" * 64}
             named = {"tracking": "", "experiment": "p", "name": "p seed 0", "params": "0" * 64, "tags": {}}
-            append(output, RunBegan(run_id="0" * 32, place="", facts=facts, **named))
+            append(output, RunBegan(run_id="0" * 32, run_directory="", facts=facts, **named))
             record = {"run_id": "0" * 32, "flow_run_id": None, "status": "running", "stages": []}
             (output / "lifecycle.json").write_text(json.dumps(record))
         job.outputs.write_text(f"{chosen}\n")

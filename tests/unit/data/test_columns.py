@@ -26,9 +26,9 @@ from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.columns import GROUPS, LEDGER, STATISTICS, TOTALS
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.common.training import steps
 from xray_runtime.methods.ppo import rollouts
+from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 def test_every_field_of_a_batch_is_a_column() -> None:

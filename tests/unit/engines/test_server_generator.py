@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from starlette.testclient import TestClient
 from tests.message_texts import Messages
 from xray.deployments.service import free_port
 from xray.flows.lifecycle_graph import recorded_graph
-from xray.tasks.preflight import check_stages
+from xray.tasks import preflight
+from xray.tasks.preflight import check_run, check_services
+from xray.tasks.stored_results import StoredStage
 from xray_runtime.engines.generators.server.chunks import Assembler, Chunk, chunks
 from xray_runtime.engines.generators.server.guard import KeyGuard
 from xray_runtime.engines.generators.server.launch import KEY
@@ -89,14 +92,19 @@ def test_what_servers_cannot_do_is_refused(changes: list[str], message_texts: Me
         recorded_graph(load_config(None, [*SERVER, *changes]))
 
 
-def test_a_run_whose_servers_do_not_answer_does_not_begin() -> None:
+def test_a_run_whose_servers_do_not_answer_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     graph = recorded_graph(load_config(None, [SERVER[0], f"generator.addresses=[{address}]"]))
-    check_stages([graph.calls["sft"]], "cpu", None)
+    check_services(graph, [graph.calls["sft"]], "cpu", tmp_path)
     with pytest.raises(
         ConfigError, match=rf"^ppo-1\.generator\.addresses: no server can sample: {address}: ConnectError"
     ):
-        check_stages([graph.calls["ppo-1"]], "cpu", None)
+        check_services(graph, [graph.calls["ppo-1"]], "cpu", tmp_path)
+    # A plan or an explanation asks nobody.
+    check_run(graph, "cpu", None)
+    found = StoredStage(None, {})  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "stored_stages", lambda *_: [(name, found) for name in graph.calls])
+    check_services(graph, graph.calls.values(), "cpu", tmp_path)
 
 
 def test_every_request_to_a_guarded_server_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

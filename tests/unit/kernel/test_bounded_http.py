@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.sweeps import sweep
 from xray.studio.feedback_client import send_feedback
 from xray_runtime.agents.environments.http import from_http
 from xray_runtime.agents.runner import _ServiceRunner
@@ -131,8 +132,7 @@ def sandbox_service(url: str) -> str:
 CLIENTS = [reward_service, environment, agent, sandbox_service]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(("client", "name"), sweep(CLIENTS, list(ANSWERS)))
 def test_an_answer_is_refused_in_one_line(
     name: str, client: Callable[[str], str], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,16 +26,12 @@ from xray_runtime.live.serving.exchange import Exchange
 from xray_runtime.live.serving.middleware import key_digest
 from xray_runtime.live.serving.recorder import AnswerRecorder
 from xray_runtime.live.withdrawal import plan_user
-from xray_runtime.methods.common.inputs import (
-    CurateInputs,
-    DemonstrationsInputs,
-    PreferencesInputs,
-    RecordedPromptsInputs,
-)
 from xray_runtime.methods.curate import body as curate, recorded_data
 from xray_runtime.methods.curate.config import CurateConfig, RecordedPromptsConfig
+from xray_runtime.methods.curate.kind import CurateInputs, DemonstrationsInputs, RecordedPromptsInputs
 from xray_runtime.methods.preferences import body as preferences
 from xray_runtime.methods.preferences.config import CuratedPreferences
+from xray_runtime.methods.preferences.kind import PreferencesInputs
 from xray_runtime.trust.audit.checkpoints import audit
 
 PEOPLE = [f"person {n}" for n in range(30)]

@@ -17,13 +17,12 @@ from tests.unit.trust.promoting import promoted
 from tests.unit.trust.synthetic import Lifecycle, weights
 from xray.cli.main import app
 from xray.flows import flywheel
-from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
+from xray.flows.cycles import Cycle, cycle_directory, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.history.recorded_rows import RECORDED
 from xray_runtime.kernel.history.reference import open_lineage_store, resolve
-from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.flywheel import FlywheelConfig
 from xray_runtime.live.withdrawal import refusal
 from xray_runtime.methods.curate.kind import CURATE
@@ -121,9 +120,7 @@ def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) ->
     model = resolve("ppo-2", output, None)[1].sha256
     keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
     first = begun(output)
-    life, store = Lifecycle(output), open_lineage_store(output, None)
-    models = RegistryView(store.tracking_uri or "").model_of
-    life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
+    life = Lifecycle.resumed(output)
     files = {"config.json": b"{}", "model.safetensors": weights("cycle")}
     tainted = life.add("dpo-cycle", "dpo", files, {"policy": "ppo-2", "preferences": "feedback"}).sha256
     life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-cycle", "evaluate-cycle", win_rate=0.9)
@@ -199,7 +196,7 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
         assert "Traceback" not in text
     (output / RECORDED / "00000001.parquet").write_bytes(b"forged")
     code, text = ran("--set", "dpo.epochs=1", "--set", "start=ppo-2")
-    assert (code, "recorded/00000001.parquet: its bytes are others" in text.replace("\n", " ")) == (2, True)
+    assert (code, "recorded/00000001.parquet: its bytes were changed" in text.replace("\n", " ")) == (2, True)
     assert read_cycles(output) == []
     place = output / "flywheel" / "0001"
     place.mkdir(parents=True)
@@ -212,7 +209,7 @@ def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
     first = begun(output)
-    path = place_of(output, first) / "cycle.json"
+    path = cycle_directory(output, first) / "cycle.json"
     content = path.read_text()
     path.write_text(content.replace('"begun"', '"candidate"'))
     with pytest.raises(ConfigError, match=r"cycle\.json: is not what the signed log has"):

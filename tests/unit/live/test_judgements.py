@@ -23,10 +23,10 @@ from xray_runtime.live.feedback.comparison import of_dataset
 from xray_runtime.live.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.live.feedback.publication import publish
 from xray_runtime.live.feedback.session import Session, Setup, session_directory
-from xray_runtime.methods.common.inputs import PreferencesInputs
 from xray_runtime.methods.evaluate.human_verdicts import human_judge
 from xray_runtime.methods.preferences import body as preferences
 from xray_runtime.methods.preferences.config import JudgedPreferences
+from xray_runtime.methods.preferences.kind import PreferencesInputs
 from xray_runtime.trust.adopt import checkpoint_from
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.keys import trust

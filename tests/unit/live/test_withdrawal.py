@@ -193,7 +193,7 @@ def test_the_same_text_from_another_file_is_refused_too(output: Path) -> None:
     files = {"train.arrow": pair_file(Example, rows), "heldout.arrow": pair_file(Example), "stats.json": b"{}"}
     life.add("prepare-again", "prepare", files, {})
     life.add("sft-again", "sft", {"config.json": b"{}", "model.safetensors": weights("x")}, {"data": "prepare-again"})
-    with pytest.raises(NotPromoted, match="it has texts that were withdrawn"):
+    with pytest.raises(NotPromoted, match="it contains withdrawn texts"):
         review(open_lineage_store(output, None), node(output, "sft-again"), name=NAME)
 
 
@@ -287,7 +287,7 @@ def test_an_erased_file_that_is_put_back_is_found(output: Path) -> None:
     withdrawn(output, "--user", "ann", "--yes")
     path.write_bytes(content)
     code, text = withdrawn(output, "--verify")
-    assert (code, "it was erased, and is there" in text) == (1, True)
+    assert (code, "it was erased, but is present" in text) == (1, True)
 
 
 def test_withdrawn_rows_are_known_by_salted_hashes(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_withdrawn_rows_are_known_by_salted_hashes(tmp_path: Path) -> None:
     assert not again.touches([{"role": "user", "content": OTHER}], "short")
     assert holding(tmp_path) == []
     (tmp_path / "w" / "texts.json").write_text("{}")
-    with pytest.raises(ValueError, match="is damaged, or no file of withdrawn texts"):
+    with pytest.raises(ValueError, match="is damaged, or not a file of withdrawn texts"):
         WithdrawnTexts.read(tmp_path / "w" / "texts.json")
 
 

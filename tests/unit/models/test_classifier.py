@@ -24,8 +24,8 @@ from xray_runtime.data.pairs import Example, Messages, write_pairs
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, train_tokenizer
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Dataset
-from xray_runtime.methods.common.inputs import RewardBaseInputs
 from xray_runtime.methods.reward_base.body import run
+from xray_runtime.methods.reward_base.kind import RewardBaseInputs
 from xray_runtime.methods.reward_model.config import RewardBaseConfig
 from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.classifier import load_classifier

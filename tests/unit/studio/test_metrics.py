@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.studio.world import post, run_at_work, studio
-from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
+from xray.flows.cycles import FILE, Cycle, cycle_directory, write_cycle
 from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.serving.recording import COUNTERS
@@ -35,7 +35,7 @@ def cycle(output: Path, state: str) -> None:
     shas = {"start": "a" * 64, "data": "b" * 64, "feedback": ["c" * 64], "verdicts": None}
     made = Cycle(number=1, first=1, last=2, state=state, **shas)
     write_cycle(output, made)
-    os.utime(place_of(output, made) / FILE, (1_800_000_000, 1_800_000_000))
+    os.utime(cycle_directory(output, made) / FILE, (1_800_000_000, 1_800_000_000))
 
 
 def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:

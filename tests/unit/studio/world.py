@@ -64,7 +64,7 @@ def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: in
 
 def run_at_work(output: Path, stage: str, metrics: Sequence[Mapping[str, float]]) -> Path:
     """Begin the run `live-1`, which a test must lock; returns the directory of its stage's records."""
-    empty = {"place": "", "facts": {}, "tracking": "", "params": "0" * 64, "tags": {}}
+    empty = {"run_directory": "", "facts": {}, "tracking": "", "params": "0" * 64, "tags": {}}
     append(output, RunBegan(run_id="live-1", experiment="e", name="tonight", **empty))
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
     records = output / "records" / f"{stage}-0123456789ab"

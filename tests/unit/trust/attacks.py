@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tests.unit.live.serving.recording import KEYS, exchange, keep, with_recorder
-from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
+from xray.flows.cycles import Cycle, cycle_directory, read_cycles, write_cycle
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history.audit_check import Finding, read_log
@@ -158,7 +158,7 @@ def _verdicts_unsigned(output: Path) -> None:
 
 
 def _invented_cycle(output: Path) -> None:
-    path = place_of(output, _cycle(2)) / "cycle.json"
+    path = cycle_directory(output, _cycle(2)) / "cycle.json"
     path.parent.mkdir(parents=True)
     path.write_text(_cycle(2).model_dump_json(indent=2) + "\n")
 
@@ -180,7 +180,7 @@ BEFORE_A_CYCLE: dict[str, Callable[[Path], object]] = {
     "comparison of another store": _comparison_of_another_store,
     "older verdicts": _older_verdicts,
     "verdicts unsigned": _verdicts_unsigned,
-    "edited cycle": lambda output: _edit(place_of(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"'),
+    "edited cycle": lambda output: _edit(cycle_directory(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"'),
     "invented cycle": _invented_cycle,
 }
 

@@ -158,7 +158,7 @@ class Lifecycle:
             self.run_id = self.tracker.start_lifecycle(None, "synthetic", CONFIG, "seed: 0\n", tags)
             began = RunBegan(
                 run_id=self.run_id,
-                place="",
+                run_directory="",
                 facts=self.facts(),
                 tracking="",
                 experiment="synthetic",

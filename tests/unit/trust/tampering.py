@@ -535,6 +535,16 @@ def another_mlflow(output: Path) -> None:
     shutil.rmtree(output / "other")
 
 
+IN_MLFLOW = {
+    *("a statement signed again with the key", "a statement dated back by a retired key", "an artifact"),
+    *("the newest checkpoint removed from everywhere", "the log removed and an alias put by hand"),
+    *("the newest entries taken off with what they were about", "an artifact removed", "an artifact added"),
+    *("mlflow removed", "mlflow and the log removed", "another mlflow", "a decision rewritten"),
+    *("facts of a run that was cut short", "the report beside a run that was cut short"),
+}
+"""Faults that MLflow shows, or in what only a run with MLflow leaves: files, a decision, the entry that it began."""
+
+
 # Rows of MLflow
 
 

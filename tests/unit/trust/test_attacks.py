@@ -28,9 +28,9 @@ from xray_runtime.kernel.evidence.kinds.signed_files import SignedDirectories
 from xray_runtime.kernel.graph.artifacts import Feedback
 from xray_runtime.kernel.history.signed_files import LOG_EVERY
 from xray_runtime.live.feedback.session import read_sessions
-from xray_runtime.methods.common.inputs import RecordedPromptsInputs
 from xray_runtime.methods.curate import recorded_data
 from xray_runtime.methods.curate.config import RecordedPromptsConfig
+from xray_runtime.methods.curate.kind import RecordedPromptsInputs
 from xray_runtime.trust import log
 from xray_runtime.trust.audit.checks.comparisons import check_comparisons
 from xray_runtime.trust.keys import trusted_keys

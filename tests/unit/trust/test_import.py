@@ -100,7 +100,7 @@ def header(kind: bytes, size: int) -> bytes:
 
 WHOLE = tarfile.TarInfo("checkpoints/x")
 WHOLE.size = 5000
-NOT_A_FILE, TWICE, OUT, MANY = "no plain file and no directory", "stands in it twice", "leads out of it", "more than"
+NOT_A_FILE, TWICE, OUT, MANY = "neither a plain file nor a directory", "appears twice", "points outside it", "more than"
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "parent": (named("../escaped"), OUT),
     "parent in the middle": (named("checkpoints/../../escaped"), OUT),
@@ -110,7 +110,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no name": (named(""), OUT),
     "NUL": (pax(path="checkpoints/x\0/../../escaped"), OUT),
     "control characters": (named("checkpoints/\x1b[2J"), OUT),
-    "half a character": (pax(path="checkpoints/\udcff"), OUT),
+    "a lone surrogate": (pax(path="checkpoints/\udcff"), OUT),
     "twice": (named("checkpoints/x", "checkpoints/y", "checkpoints/x"), TWICE),
     "twice, directories": (named("checkpoints/x", "checkpoints/X"), TWICE),
     "twice by another form": (named("checkpoints/\u00e9", "checkpoints/e\u0301"), TWICE),

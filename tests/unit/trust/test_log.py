@@ -155,7 +155,7 @@ def test_a_broken_entry_ends_what_the_log_vouches_for(tmp_path: Path) -> None:
     lines = (tmp_path / LOG).read_bytes().splitlines(keepends=True)
     (tmp_path / LOG).write_bytes(lines[0] + lines[2])
     view, found = read_log(tmp_path, Verifier(trusted_keys(tmp_path)))
-    assert [(f.code, f.detail) for f in found] == [("log-broken", "it does not follow the one before")]
+    assert [(f.code, f.detail) for f in found] == [("log-broken", "it does not follow the entry before it")]
     assert view.decided["policy", "candidate"].version == "1"
 
 
@@ -206,7 +206,7 @@ def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> N
 def began(output: Path, run_id: str, place: str = "", **facts: Any) -> None:
     entry = RunBegan(
         run_id=run_id,
-        place=place,
+        run_directory=place,
         facts={"seed": 0} | facts,
         tracking="",
         experiment="x",
@@ -330,6 +330,6 @@ def test_a_mark_is_of_one_log(tmp_path: Path) -> None:
     shorter = viewed(tmp_path / "one")
     assert shorter.contradicts(kept) is None
     assert shorter.contradicts(longer) == "it has 1 entries and had 2"
-    assert shorter.contradicts(longer.replace(":2:", ":1:")) == "its entry 1 is not the one it was"
+    assert shorter.contradicts(longer.replace(":2:", ":1:")) == "its entry 1 was replaced"
     assert shorter.contradicts(shorter.identity + ":x") == "it is no mark of a log"
     assert len(list(read_lines(tmp_path / "one"))) == 1

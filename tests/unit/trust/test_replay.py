@@ -26,8 +26,8 @@ from xray_runtime.kernel.graph.artifacts import Artifact, Dataset
 from xray_runtime.kernel.graph.kind import KINDS, NoInputs, StageKind
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers
 from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
@@ -322,7 +322,7 @@ def test_other_bytes_of_the_same_rollouts_are_a_difference(published: Published,
     pq.write_table(pq.read_table(path), path, compression="none")
     result = published.replay(1, tmp_path / "again")
     assert str(result.difference) == (
-        "iteration 1, ledger/000001.parquet: other bytes for the same values in the ledger, those of the values "
+        "iteration 1, ledger/000001.parquet: the same values in different bytes in the ledger, those of the values "
         "computed again"
     )
     assert result.changed_since

@@ -13,20 +13,11 @@ import pytest
 
 from tests.unit.trust.commands import xray
 from tests.unit.trust.synthetic import GRAPHS, Lifecycle
-from tests.unit.trust.tampering import FAULTS, NOT_COVERED, ROWS, edit_json, sql
+from tests.unit.trust.tampering import FAULTS, IN_MLFLOW, NOT_COVERED, ROWS, edit_json, sql
 from xray_runtime.kernel.history.audit_check import meanings
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust.audit.checkpoints import Audit, audit
 from xray_runtime.trust.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN
-
-IN_MLFLOW = {
-    *("a statement signed again with the key", "a statement dated back by a retired key", "an artifact"),
-    *("the newest checkpoint removed from everywhere", "the log removed and an alias put by hand"),
-    *("the newest entries taken off with what they were about", "an artifact removed", "an artifact added"),
-    *("mlflow removed", "mlflow and the log removed", "another mlflow", "a decision rewritten"),
-    *("facts of a run that was cut short", "the report beside a run that was cut short"),
-}
-"""Faults that MLflow shows, or in what only a run with MLflow leaves: files, a decision, the entry that it began."""
 
 
 def audited(output: Path) -> Audit:
@@ -81,17 +72,21 @@ def test_an_untouched_lifecycle_is_sound_wherever_it_lies(untouched: Path, fresh
 
 
 @pytest.mark.parametrize(
-    "graph", [pytest.param(name, marks=pytest.mark.long if name in ("ppo", "offline") else ()) for name in GRAPHS]
+    ("graph", "tracking"),
+    [
+        *((name, False) for name in GRAPHS),
+        *(pytest.param(name, True, marks=() if name == "grpo" else pytest.mark.long) for name in GRAPHS),
+    ],
 )
-def test_other_lifecycles_are_sound_too(graph: str, tmp_path: Path) -> None:
+def test_other_lifecycles_are_sound_too(graph: str, tracking: bool, tmp_path: Path) -> None:
     """With a second evaluation, and rebuilt after damage: nothing of it is a falsification."""
-    lifecycle = Lifecycle(tmp_path / "run").whole(graph=graph)
+    lifecycle = Lifecycle(tmp_path / "run", tracking).whole(graph=graph)
     lifecycle.evaluate([f"question {i}" for i in range(52, 59)], lifecycle.policy)
     lifecycle.record()
     assert codes(audited(lifecycle.output)) == set()
     weights = lifecycle.done[lifecycle.policy].path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[::-1])
-    Lifecycle(lifecycle.output).whole(graph=graph)
+    Lifecycle(lifecycle.output, tracking).whole(graph=graph)
     assert codes(audited(lifecycle.output)) == set()
 
 

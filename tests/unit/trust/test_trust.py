@@ -204,7 +204,7 @@ def test_the_record_of_a_lost_run_is_signed_as_the_run_wrote_it(known: bool, tmp
     Lifecycle(output, tracking=False)
     if known:
         facts = {"project": "p", "seed": 7, "config_digest": "d"}
-        texts = {"place": "", "tracking": "", "experiment": "e", "name": "n", "params": "0" * 64}
+        texts = {"run_directory": "", "tracking": "", "experiment": "e", "name": "n", "params": "0" * 64}
         began = RunBegan.model_validate({"run_id": "lost", "facts": facts, "tags": {}, **texts})
         append(output, began)
     RunSummary(output, output, {"seed": 7}, "lost", None, "#")

@@ -39,14 +39,14 @@ def command(
         bool, typer.Option("--json", help="Print the cycle's record to stdout, all else to stderr.")
     ] = False,
 ) -> None:
-    """Make a candidate of the feedback since the last cycle: curate, train, evaluate beside the champion, check gates.
+    """Make a candidate from the feedback since the last cycle: curate, train, compare with the champion, check gates.
 
     With `canary.share=0.1` the candidate then answers that share of the requests to `xray serve --record`; run the
     command again to learn how that ended, and to begin a cycle after it.
     Run the same command again to continue a cycle that was interrupted. `xray promote` makes the candidate champion.
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    from xray.flows.cycles import CANARY, cycle_markdown, place_of, read_cycles
+    from xray.flows.cycles import CANARY, cycle_directory, cycle_markdown, read_cycles
     from xray.flows.flywheel import begin_cycle
 
     data = read_mapping(config) if config is not None else {}
@@ -74,5 +74,5 @@ def command(
             print(json.dumps(done.model_dump(mode="json"), indent=2))
         else:
             print(cycle_markdown(done))
-            print(f"records: {place_of(output, done)}")
+            print(f"records: {cycle_directory(output, done)}")
     raise typer.Exit(code)

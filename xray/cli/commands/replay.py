@@ -1,4 +1,4 @@
-"""`xray replay`: whether a stage comes out the same again."""
+"""`xray replay`: whether a stage gives the same bytes again."""
 
 from __future__ import annotations
 

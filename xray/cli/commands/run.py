@@ -59,7 +59,7 @@ def command(
     graph = None
     if subject.config is not None:
         graph = subject.recorded()
-        check_before_start(graph)
+        check_before_start(graph, None if why else directory)
         if until is not None and until not in graph.calls:
             raise ConfigError(f"--until: {until!r} is not allowed: must be one of {', '.join(graph.calls)}")
     if why and fresh:

@@ -50,7 +50,7 @@ def command(
     root = output_directory(target, output)
     check_ray_address()
     graph = subject.recorded()
-    check_before_start(graph)
+    check_before_start(graph, root)
     directory = root / SEARCHES / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
     with file_lock(directory):

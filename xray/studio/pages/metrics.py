@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from xray.flows.cycles import DONE, FILE, place_of, read_cycles
+from xray.flows.cycles import DONE, FILE, cycle_directory, read_cycles
 from xray.studio.access import METRICS_PATH
 from xray.studio.pages.runs import RUNNING, runs, working
 from xray.studio.studio import Pages, Studio, studio_of
@@ -104,7 +104,7 @@ def _of_cycles(output: Path) -> Iterator[GaugeMetricFamily]:
         state.add_metric([name], float(cycle.state == name))
     yield state
     yield GaugeMetricFamily("xray_cycle_number", "Number of the last cycle", cycle.number)
-    changed = (place_of(output, cycle) / FILE).stat().st_mtime
+    changed = (cycle_directory(output, cycle) / FILE).stat().st_mtime
     yield GaugeMetricFamily("xray_cycle_timestamp_seconds", "Last change of the last cycle's record", changed)
 
 

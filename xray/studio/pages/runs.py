@@ -36,10 +36,10 @@ RUNNING = "running"
 def runs(output: Path) -> list[dict[str, Any]]:
     """Every run that the signed log knows, newest first: its id, log entry, status, stages and record."""
     log = view(output)
-    open_runs, last = log.open_runs(output), {run.place: run_id for run_id, run in log.runs.items()}
+    open_runs, last = log.open_runs(output), {run.run_directory: run_id for run_id, run in log.runs.items()}
     listed_runs = []
     for run_id, run in reversed(log.runs.items()):
-        content = read_run(output / run.place) if last[run.place] == run_id else {}
+        content = read_run(output / run.run_directory) if last[run.run_directory] == run_id else {}
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
         if run_id in open_runs:
             # The record of a run that was killed says that it runs.

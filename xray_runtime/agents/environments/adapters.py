@@ -90,7 +90,7 @@ class _ToolEnvironment:
             except Exception as error:  # of the call, or of the function
                 num_errors += 1
                 message["content"] = f"Error: {error if isinstance(error, _CallError) else described(error)}"
-            # JSON in a call can hold half a character, which tokenizers refuse.
+            # JSON in a call can hold a lone surrogate, which tokenizers refuse.
             message["content"] = message["content"].encode(errors="backslashreplace").decode()
             messages.append(message)
         return Step(messages, info={"tool_errors": num_errors})

@@ -100,7 +100,7 @@ def _check_json(name: str, value: Any) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Python strings may hold half a character, as "\\ud800", which tokenizers refuse."""
+    """Python strings may hold a lone surrogate, as "\\ud800", which tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

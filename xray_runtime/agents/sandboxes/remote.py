@@ -95,7 +95,7 @@ class RemoteSandbox:
                 raise RuntimeError(f"status {answer.status_code}")
             found = parsed(read(answer, timeout_s))
         if not isinstance(found, dict):
-            raise ValueError("the answer is no object")
+            raise ValueError("the answer is not an object")
         return found
 
 

@@ -24,6 +24,7 @@ from xray_runtime.rewards.reward_sources import ENVIRONMENT
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.config.section import Section
 
 LOG = "environments.log"
@@ -52,7 +53,7 @@ class EnvironmentSource(EpisodeSource):
         return tokenizer is not None
 
 
-def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Lines of the journal for the episodes of an iteration."""
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)

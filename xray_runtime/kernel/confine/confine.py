@@ -1,4 +1,4 @@
-"""Confines a program on this machine as well as that is possible.
+"""Confines a program as well as this machine can.
 
 bubblewrap   a file system of its own with a limited disk, processes and a network of its own, no rights
 namespaces   the same without bubblewrap, where users may make namespaces
@@ -85,7 +85,7 @@ def confinement() -> Confinement:
             break
         missing.append(f"{how}: {why}")
     if how not in OWN_ROOM:
-        log.warning("no sandbox here keeps programs in (%s)", "; ".join(missing))
+        log.warning("no sandbox on this machine confines programs (%s)", "; ".join(missing))
     return how
 
 
@@ -122,15 +122,15 @@ def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
         binds = [part for pair in files.items() for part in ("--ro-bind", *pair)]
         return [*_bubblewrap(readable, binds, view), *start, json.dumps(spec), *command]
     pairs = [*((path, path) for path in map(os.path.normpath, readable)), *files.items()]
-    spec |= {"place": str(view.home), "readable": pairs, "devices": DEVICES, "disk_mb": view.disk_mb}
+    spec |= {"root": str(view.home), "readable": pairs, "devices": DEVICES, "disk_mb": view.disk_mb}
     return [*start, json.dumps(spec), *command]
 
 
 def plain_environment(home: Path, how: Confinement) -> dict[str, str]:
     """The variables of a confined program."""
-    place = HOME if how in OWN_ROOM else str(home)
+    directory = HOME if how in OWN_ROOM else str(home)
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    return {"PATH": os.defpath} | kept | {"HOME": place, "TMPDIR": place, "USER": "nobody", "LOGNAME": "nobody"}
+    return {"PATH": os.defpath} | kept | {"HOME": directory, "TMPDIR": directory, "USER": "nobody", "LOGNAME": "nobody"}
 
 
 def venv_paths(venv: Path) -> list[Path]:
@@ -195,10 +195,12 @@ def _why_not(how: Confinement) -> str | None:
     if how == "landlock" and landlock.version() < landlock.NEEDED_VERSION:
         return f"Linux has version {landlock.version()}, and {landlock.NEEDED_VERSION} is needed"
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
-    with tempfile.TemporaryDirectory(prefix="xray-try-") as place:
-        command = confined([sys.executable, "-I", "-S", "-c", ""], View(Path(place)), how)
+    with tempfile.TemporaryDirectory(prefix="xray-try-") as directory:
+        command = confined([sys.executable, "-I", "-S", "-c", ""], View(Path(directory)), how)
         try:
-            done = subprocess.run(command, cwd=place, capture_output=True, env=environment, timeout=TRY_S, check=False)
+            done = subprocess.run(
+                command, cwd=directory, capture_output=True, env=environment, timeout=TRY_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             return " ".join(str(error).split())
     if not done.returncode:

@@ -60,8 +60,8 @@ def exit_code(status: int) -> int:
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def make_root(place: str, readable: Iterable[tuple[str, str]], devices: Iterable[str], home: str, mb: int) -> None:
-    """Make a new root in the directory `place` and go there; what was there before cannot be reached any more.
+def make_root(root: str, readable: Iterable[tuple[str, str]], devices: Iterable[str], home: str, mb: int) -> None:
+    """Make a new root in the directory `root` and go there; what was there before cannot be reached any more.
 
     Args:
         readable: (path outside, path inside) of what can be read; what does not exist is left out.
@@ -73,28 +73,28 @@ def make_root(place: str, readable: Iterable[tuple[str, str]], devices: Iterable
         OSError: the kernel refuses.
     """
     _mount(None, "/", None, RECURSIVE | PRIVATE)
-    _mount("tmpfs", place, "tmpfs", NO_SUID | NO_DEVICES, "mode=755,size=1m")
+    _mount("tmpfs", root, "tmpfs", NO_SUID | NO_DEVICES, "mode=755,size=1m")
     # First, since what is bound may be below.
     size = f"mode=1777,size={mb}m,nr_inodes={INODES_PER_MB * mb}"
     for path in ("/tmp", "/dev/shm"):
-        _own("tmpfs", place + path, "tmpfs", size)
+        _own("tmpfs", root + path, "tmpfs", size)
     bound: list[str] = []
     for source, target in sorted(readable, key=lambda pair: pair[1]):
         if os.path.exists(source) and not any(os.path.commonpath([target, above]) == above for above in bound):
             bound.append(target)
-            _bind(source, place + target, READ_ONLY | ATTR_NO_SUID | ATTR_NO_DEVICES)
+            _bind(source, root + target, READ_ONLY | ATTR_NO_SUID | ATTR_NO_DEVICES)
     for device in devices:
-        _bind(device, place + device, READ_ONLY | ATTR_NO_SUID)
+        _bind(device, root + device, READ_ONLY | ATTR_NO_SUID)
     for name, number in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink(f"/proc/self/fd{number}", f"{place}/dev/{name}")
-    _own("devpts", f"{place}/dev/pts", "devpts", "newinstance,ptmxmode=0666,mode=620", NO_SUID)
-    os.symlink("pts/ptmx", f"{place}/dev/ptmx")
-    _own("proc", f"{place}/proc", "proc")
+        os.symlink(f"/proc/self/fd{number}", f"{root}/dev/{name}")
+    _own("devpts", f"{root}/dev/pts", "devpts", "newinstance,ptmxmode=0666,mode=620", NO_SUID)
+    os.symlink("pts/ptmx", f"{root}/dev/ptmx")
+    _own("proc", f"{root}/proc", "proc")
     # Root outside could write to the kernel's settings.
-    _restrict(f"{place}/proc", READ_ONLY)
-    os.makedirs(place + home, exist_ok=True)
-    _restrict(place, READ_ONLY, is_recursive=False)
-    os.chdir(place)
+    _restrict(f"{root}/proc", READ_ONLY)
+    os.makedirs(root + home, exist_ok=True)
+    _restrict(root, READ_ONLY, is_recursive=False)
+    os.chdir(root)
     # The old root is put over the new one, and taken away.
     _checked(_libc().syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     _checked(_libc().umount2(b".", DETACH), "umount2")

@@ -36,7 +36,7 @@ def _entry(value: object) -> SignedEntry:
         return value
     kind = entry_kinds().get(str(value.get("action"))) if isinstance(value, dict) else None
     if kind is None:
-        raise ValueError("its action is that of no kind of entry")
+        raise ValueError("its action belongs to no known kind of entry")
     return kind.model_validate(value)
 
 
@@ -77,7 +77,7 @@ def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Lin
         envelope = read_envelope(text)
         found = read_record(envelope, record)
     except ValueError as error:
-        raise ValueError(f"line {number} is no entry ({first_line(error)})") from None
+        raise ValueError(f"line {number} is not an entry ({first_line(error)})") from None
     return Line(number, hashlib.sha256(text).hexdigest(), envelope, found.predicate, found.files)
 
 
@@ -95,7 +95,7 @@ class ChainCheck:
     def __call__(self, line: Line) -> None:
         """Check the next line. Raises ChainProblem; the line then does not count."""
         if line.entry.previous != self._previous:
-            raise ChainProblem(line.number, "it does not follow the one before")
+            raise ChainProblem(line.number, "it does not follow the entry before it")
         if self._verifier is not None:
             try:
                 key = self._verifier.check(line.envelope, line.entry.at)

@@ -141,7 +141,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """The content of the lifecycle.json in `place`, as `read_object`."""
+    """The content of the lifecycle.json in `run_directory`, as `read_object`."""
     return read_object(directory / LIFECYCLE)
 
 

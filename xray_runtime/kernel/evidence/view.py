@@ -127,7 +127,7 @@ class RunBegan(SignedEntry):
 
     action: Literal["begin"] = "begin"
     run_id: str
-    place: str
+    run_directory: str
     """Directory of its lifecycle.json and report, below the output directory."""
     facts: dict[str, Any]
     """The content of its lifecycle.json until it ends."""
@@ -183,7 +183,7 @@ class ChainState:
             return None
         if head.entries > len(self.heads):
             return f"it has {len(self.heads)} entries and had {head.entries}"
-        return f"its entry {head.entries} is not the one it was"
+        return f"its entry {head.entries} was replaced"
 
 
 @dataclass
@@ -254,7 +254,7 @@ class LogView(ChainState):
 
     def open_runs(self, output: Path) -> set[str]:
         """Runs at work, and those that were cut short and not followed by another in their place."""
-        last = {run.place: run_id for run_id, run in self.runs.items()}
+        last = {run.run_directory: run_id for run_id, run in self.runs.items()}
         found = {run_id for run_id in last.values() if run_id not in self.ended}
         return found | {run_id for run_id in self.runs.keys() - self.ended.keys() if is_at_work(output, run_id)}
 

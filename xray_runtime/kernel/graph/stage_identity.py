@@ -30,7 +30,7 @@ DECLARATIONS = (
         f"xray_runtime.kernel.graph.{name}"
         for name in ("binding", "current", "graph", "handles", "kind", "kinds", "planning")
     ),
-    *(f"xray_runtime.methods.common.{name}" for name in ("checks", "findings", "inputs")),
+    *(f"xray_runtime.methods.common.{name}" for name in ("checks", "findings")),
     "xray_runtime.ops",
 )
 """Modules that declare stages, beside those that register X-ray's own kinds."""

@@ -68,7 +68,7 @@ class Row:
     texts: bytes
     """Encrypted; see `UserKeys`."""
     canary: str = ""
-    """sha256 of the candidate whose canary drew lots for this request; empty: none did."""
+    """sha256 of the candidate whose canary assigned this request at random; empty: none did."""
 
 
 def feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> Row:

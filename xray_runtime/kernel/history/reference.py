@@ -87,16 +87,16 @@ def resolve_history(reference: str, output: Path | None, tracking_uri: str | Non
     Their manifests alone are read where the log names the directory of every checkpoint in the store.
     """
     check_tracking_uri(tracking_uri)
-    name, place, uri = reference, output, tracking_uri
+    name, found_in, uri = reference, output, tracking_uri
     if _is_directory(reference, output):
         directory = Path(reference).absolute()
-        name, place = directory.name, directory.parent.parent if directory.parent.name == CHECKPOINTS else None
+        name, found_in = directory.name, directory.parent.parent if directory.parent.name == CHECKPOINTS else None
     elif _is_registered(reference):
-        name, place, uri = _registered(reference, output, tracking_uri)
-    nodes = None if place is None else _read_history(place, name)
-    if place is None or nodes is None:
+        name, found_in, uri = _registered(reference, output, tracking_uri)
+    nodes = None if found_in is None else _read_history(found_in, name)
+    if found_in is None or nodes is None:
         return resolve(reference, output, tracking_uri)
-    store = LineageStore(place, CheckpointGraph(nodes), uri or _own_tracking(place) or tracking_address())
+    store = LineageStore(found_in, CheckpointGraph(nodes), uri or _own_tracking(found_in) or tracking_address())
     return store, next(iter(nodes.values()))
 
 

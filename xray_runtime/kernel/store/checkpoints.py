@@ -149,7 +149,7 @@ class Store:
             self.shared.put(name, ref.path, lambda path: known.get(path) or file_sha256(path))
             self._damaged.discard(name)
         elif index.sha256(MANIFEST) != ref.sha256:
-            log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self.shared.url, name)
+            log.warning("%s: %s/%s has different bytes; both are kept", ref.path, self.shared.url, name)
 
     def building(self, stage: str, key: str) -> contextlib.AbstractContextManager[Path]:
         """A fresh directory to build in, removed afterwards unless it was published."""
@@ -209,7 +209,7 @@ class Store:
             self._put_in_place(built, directory)
         actual = file_sha256(directory / MANIFEST)
         if actual != sha256:
-            log.warning("%s: computed again with other bytes (%s, kept %s)", directory, sha256, actual)
+            log.warning("%s: computed again with different bytes (%s, kept %s)", directory, sha256, actual)
         ref = manifest.reference(directory, actual)
         self.share(ref)
         return ref

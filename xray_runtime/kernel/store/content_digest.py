@@ -132,7 +132,7 @@ def _files_below(top: Path, directory: Path, above: tuple[str, ...]) -> Iterator
     """(relative path, path) of every file that counts."""
     real = os.path.realpath(directory)
     if real in above:
-        raise OutsideError(f"{directory} is a link that leads in a circle")
+        raise OutsideError(f"{directory} is a circular link")
     for path in directory.iterdir():
         if path.name.startswith(".") or path.name == "__pycache__":
             continue
@@ -141,7 +141,7 @@ def _files_below(top: Path, directory: Path, above: tuple[str, ...]) -> Iterator
         elif path.is_file():
             yield path.relative_to(top).as_posix(), path
         else:
-            raise OutsideError(f"{path} is neither a file nor a directory, or a link that leads nowhere")
+            raise OutsideError(f"{path} is neither a file nor a directory, or a broken link")
 
 
 def _beside_gguf(path: Path) -> list[tuple[str, Path]]:

@@ -100,7 +100,7 @@ class DigestMemory:
             with contextlib.suppress(OSError):
                 self.path.rename(self.path.with_name(f"{self.path.name}.damaged"))
                 self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
-            logger.warning("%s was damaged and is started anew", self.path)
+            logger.warning("%s was damaged and is created again", self.path)
         return []
 
     def _once(self, statement: str, rows: Sequence[tuple[str | int, ...]]) -> list[tuple[str]]:

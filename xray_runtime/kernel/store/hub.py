@@ -78,5 +78,5 @@ def commit(name: str, field: str, holds: Holds) -> str:
         return main.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise OutsideError(
-            f"{field}: {name!r} cannot be asked for on the hub ({reason}) and was not downloaded before"
+            f"{field}: {name!r} cannot be looked up on the hub ({reason}) and was not downloaded before"
         ) from error

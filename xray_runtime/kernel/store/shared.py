@@ -6,8 +6,8 @@
 An object store cannot rename, so the index is written last, in one object: an upload that was cut short has none and
 does not count. Uploading the same directory again writes to the same place. Every byte that is fetched is hashed.
 
-Errors that pass (a server that is away, a refused request) are retried for PATIENCE_S. Errors that do not (no bucket,
-no permission, no space) are raised at once. Credentials come from the environment.
+Temporary errors (a server that does not answer, a refused request) are retried for PATIENCE_S. Others (no bucket, no
+permission, no space) are raised at once. Credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class SharedStore:
             self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """`call()`, repeated while the store is away."""
+        """`call()`, repeated while the store does not answer."""
         wait, deadline = FIRST_WAIT_S, time.monotonic() + self._patience_s
         while True:
             try:

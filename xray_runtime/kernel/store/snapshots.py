@@ -8,8 +8,8 @@ attempt (on a lost node, say) are refused.
 The digest of a model's shard is taken from the index that its rank wrote beside it. `latest` trusts it too: the ranks
 check the shards before they read them, and a snapshot with a damaged one is refused.
 
-With a shared store every snapshot is copied there before the previous one is removed in either place, and an attempt on
-any machine continues from the newest one here or there; the token is there too. Other files that a stage keeps between
+With a shared store every snapshot is copied there before the previous one is removed here or there, and an attempt on
+any machine continues from the newest one in either; the token is there too. Other files that a stage keeps between
 attempts go to `kept` and are removed with the snapshots.
 """
 
@@ -115,10 +115,10 @@ class Snapshots:
         """The newest whole snapshot; torn or changed ones are skipped, with a line in the log. Raises StorageError: the
         shared store stayed away."""
         here = next(self._sound(), None)
-        place = self._fetch(here.name if here is not None else "") or here
-        if place is None:
+        snapshot = self._fetch(here.name if here is not None else "") or here
+        if snapshot is None:
             return None
-        return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
+        return Snapshot(snapshot, int(snapshot.name.removeprefix("step-")), json.loads((snapshot / STATE).read_text()))
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Do not use a snapshot any more, in which a rank found a damaged shard."""
@@ -127,14 +127,14 @@ class Snapshots:
 
     def _sound(self) -> Iterator[Path]:
         """The whole snapshots here, newest first."""
-        for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
-            if place.name in self._refused:
+        for snapshot in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
+            if snapshot.name in self._refused:
                 continue
-            problem = snapshot_problem(place, self._purpose(place.name), self._seal, recorded_sha256)
+            problem = snapshot_problem(snapshot, self._purpose(snapshot.name), self._seal, recorded_sha256)
             if problem is None:
-                yield place
+                yield snapshot
             else:
-                log.warning("%s: %s; the snapshot before it is used", place, problem)
+                log.warning("%s: %s; the snapshot before it is used", snapshot, problem)
 
     def _fetch(self, newer_than: str) -> Path | None:
         """Fetch the newest whole snapshot of the shared store that is newer than `newer_than`."""
@@ -145,7 +145,7 @@ class Snapshots:
             if name is None:
                 break
             self._fetched.add(name)
-            place, temporary = self.directory / name, self.directory / f"{name}.writing-{self._token}"
+            snapshot, temporary = self.directory / name, self.directory / f"{name}.writing-{self._token}"
             try:
                 temporary.mkdir()
                 index = self._shared.get(f"{self._folder}/{name}", temporary)
@@ -155,12 +155,12 @@ class Snapshots:
                     problem = snapshot_problem(temporary, self._purpose(name), self._seal, fetched.get)
                     if problem is not None:
                         raise DamagedError(f"{self._shared.url}/{self._folder}/{name}: {problem}")
-                    shutil.rmtree(place, ignore_errors=True)
-                    os.rename(temporary, place)
+                    shutil.rmtree(snapshot, ignore_errors=True)
+                    os.rename(temporary, snapshot)
                     sync(self.directory)
                     self._refused.discard(name)
                     log.info("%s: fetched from %s", name, self._shared.url)
-                    return place
+                    return snapshot
             except DamagedError as error:
                 log.warning("%s; the snapshot before it is used", error)
             finally:
@@ -177,8 +177,8 @@ class Snapshots:
             StorageError: the shared store did not take it; it lies here.
         """
         start = time.monotonic()
-        place = self.directory / f"step-{step:010d}"
-        temporary = self.directory / f"{place.name}.writing-{self._token}"
+        snapshot = self.directory / f"step-{step:010d}"
+        temporary = self.directory / f"{snapshot.name}.writing-{self._token}"
         try:
             temporary.mkdir()
             yield temporary
@@ -186,13 +186,13 @@ class Snapshots:
             entries = file_entries(temporary, _synced_sha256)
             listed = json.dumps({entry.path: (entry.sha256, entry.size) for entry in entries}).encode()
             write_atomic(temporary / FILES, listed)
-            seal = self._seal.sign(self._purpose(place.name), listed)
+            seal = self._seal.sign(self._purpose(snapshot.name), listed)
             write_atomic(temporary / SEAL, seal)
             self.check()
-            if place.exists():
+            if snapshot.exists():
                 # An earlier attempt's snapshot of the same step was not sound.
-                shutil.rmtree(place)
-            os.rename(temporary, place)
+                shutil.rmtree(snapshot)
+            os.rename(temporary, snapshot)
             sync(self.directory)
         except OSError as error:
             raise OSError(
@@ -200,9 +200,9 @@ class Snapshots:
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._share(place)
+        self._share(snapshot)
         for old in self.directory.glob("step-" + "[0-9]" * 10):
-            if old != place:
+            if old != snapshot:
                 shutil.rmtree(old, ignore_errors=True)
         self._last = time.monotonic()
         self._spent += self._last - start
@@ -216,40 +216,40 @@ class Snapshots:
     def _purpose(self, name: str) -> str:
         return snapshot_purpose(self.directory / name)
 
-    def _share(self, place: Path) -> None:
+    def _share(self, snapshot: Path) -> None:
         if self._shared is None:
             return
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
-        self._shared.put(f"{self._folder}/{place.name}", place, written_sha256)
+        self._shared.put(f"{self._folder}/{snapshot.name}", snapshot, written_sha256)
         # Later ones stay: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
-            if name.startswith("step-") and name < place.name:
+            if name.startswith("step-") and name < snapshot.name:
                 self._shared.remove(f"{self._folder}/{name}")
 
 
-def snapshot_purpose(place: Path) -> str:
+def snapshot_purpose(snapshot: Path) -> str:
     """The purpose of a snapshot's seal: its step, in the directory of its stage and key."""
-    return f"{SNAPSHOTS}/{place.parent.name}/{place.name}"
+    return f"{SNAPSHOTS}/{snapshot.parent.name}/{snapshot.name}"
 
 
 def snapshot_problem(
-    place: Path, purpose: str, seal: Seal, sha256: Callable[[Path], str | None] = file_sha256
+    snapshot: Path, purpose: str, seal: Seal, sha256: Callable[[Path], str | None] = file_sha256
 ) -> str | None:
     """Why a snapshot must not be used; None where every file was sealed for this purpose with its `sha256`."""
     try:
-        listed = read_bounded(place / FILES)
-        if not seal.holds(purpose, listed, read_bounded(place / SEAL).decode()):
+        listed = read_bounded(snapshot / FILES)
+        if not seal.holds(purpose, listed, read_bounded(snapshot / SEAL).decode()):
             return "not sealed with this run's key"
         digests = json.loads(listed)
-        present = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}
+        present = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir()}
         differing = present ^ {*digests, FILES, SEAL}
         if differing:
             return f"{min(differing)} was added or is missing"
         for path, (sealed, size) in digests.items():
-            status = os.lstat(place / path)
+            status = os.lstat(snapshot / path)
             # A file of another size is not read.
-            if not stat.S_ISREG(status.st_mode) or status.st_size != size or sha256(place / path) != sealed:
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size or sha256(snapshot / path) != sealed:
                 return f"{path} was changed"
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"torn ({error})"

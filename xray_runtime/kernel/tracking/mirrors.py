@@ -32,9 +32,9 @@ class EventFiles:
     def __init__(self, records: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        place = records / EVENTS
-        shutil.rmtree(place, ignore_errors=True)
-        self._writer = SummaryWriter(str(place))
+        directory = records / EVENTS
+        shutil.rmtree(directory, ignore_errors=True)
+        self._writer = SummaryWriter(str(directory))
 
     def points(self, lines: Sequence[Mapping[str, Any]]) -> None:
         for line in lines:

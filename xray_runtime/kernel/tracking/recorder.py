@@ -156,7 +156,7 @@ class StageRecorder:
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
-            log.warning("%s: no one can be asked: the run is not on a Prefect page", self._stage)
+            log.warning("%s: nobody can be asked: the run has no Prefect page", self._stage)
             return None
         return self._ask(question)
 

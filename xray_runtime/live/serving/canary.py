@@ -70,7 +70,7 @@ class CanaryFollower:
         monitor = Monitor(open_lineage_store(self._output, self._tracking_uri), canary, self._public)
         decision = monitor.check()
         if decision is None and began.champion != champion:
-            decision = monitor.decision("undecided", f"{began.champion[:12]} is not the champion any more")
+            decision = monitor.decision("undecided", f"{began.champion[:12]} is no longer the champion")
         if decision is None:
             try:
                 self._server.begin_canary(self._load(self._choice(canary)), began.rules.share)
@@ -98,7 +98,7 @@ class CanaryFollower:
         if failure is not None:
             return self._end(monitor, monitor.decision("rolled back", f"its engine died ({failure})"))
         if monitor.canary.began.champion != champion:
-            reason = f"{monitor.canary.began.champion[:12]} is not the champion any more"
+            reason = f"{monitor.canary.began.champion[:12]} is no longer the champion"
             return self._end(monitor, monitor.decision("undecided", reason))
         if self._clock() < self._next_check:
             return None

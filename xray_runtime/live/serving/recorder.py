@@ -207,7 +207,7 @@ class AnswerRecorder:
         if answer is None:
             return _error(404, f"answer: {feedback.answer!r} is not a recorded answer, or is too old")
         if answer.application not in ("", application):
-            return _error(403, f"answer: {feedback.answer!r} is another application's")
+            return _error(403, f"answer: {feedback.answer!r} belongs to another application")
         if feedback.model not in (None, answer.model):
             return _error(400, f"model: {feedback.model!r} is not allowed: the answer is by {answer.model}")
         user = answer.user if feedback.user is None else self._keys.pseudonym(feedback.user)

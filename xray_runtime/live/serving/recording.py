@@ -215,7 +215,10 @@ class RecordingMiddleware:
         # As in `Outbox`: the recorder is unavailable.
         except Exception as error:
             log.warning("recording: feedback cannot be taken (%s)", type(error).__name__)
-            status, content = 503, {"error": {"message": "the recorder is away: send it again later", "code": 503}}
+            status, content = (
+                503,
+                {"error": {"message": "the recorder is not reachable: send it again later", "code": 503}},
+            )
         await answer_json(send, status, content)
 
 

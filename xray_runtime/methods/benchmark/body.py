@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import Rollout
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import BenchmarkInputs
+    from xray_runtime.methods.benchmark.kind import BenchmarkInputs
 
 SIDES = {"heldout": HELDOUT, "validation": VALIDATION}
 NUM_ROWS_SHOWN = 24

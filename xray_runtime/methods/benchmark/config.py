@@ -41,6 +41,16 @@ class SampledSuite(SideConfig, SamplingConfig):
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     generator: GeneratorConfig = GeneratorConfig()
 
+    @property
+    def num_replies(self) -> int:
+        """Replies, or episodes, in all."""
+        return self.num_prompts
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Maximum number of tokens after a prompt."""
+        return self.max_new_tokens
+
 
 class PassAtKSuite(SampledSuite):
     """The probability that one of k replies is correct, by the unbiased estimator of Chen et al. 2021 (pass@k)."""
@@ -50,6 +60,10 @@ class PassAtKSuite(SampledSuite):
     samples: Count = 8
     """Replies per prompt."""
     k: Annotated[list[Count], Field(min_length=1)] = Field(default=[1])
+
+    @property
+    def num_replies(self) -> int:
+        return self.num_prompts * self.samples
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -75,6 +89,14 @@ class EnvironmentSuite(SampledSuite):
     """Episodes per prompt."""
     success: float = 1.0
     """An episode succeeds if its rewards sum to at least this."""
+
+    @property
+    def num_replies(self) -> int:
+        return self.num_prompts * self.samples
+
+    @property
+    def max_response_tokens(self) -> int:
+        return self.environment.max_tokens
 
     @model_validator(mode="after")
     def _turns(self) -> Self:

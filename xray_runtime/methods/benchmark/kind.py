@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
-from xray_runtime.kernel.graph.artifacts import Benchmark
+from xray_runtime.kernel.graph.artifacts import Benchmark, Dataset, Model
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.benchmark.config import (
     BenchmarkConfig,
-    EnvironmentSuite,
     PassAtKSuite,
     PerplexitySuite,
+    SampledSuite,
+    SideConfig,
     WordsSuite,
 )
 from xray_runtime.methods.common.checks import FEW_PROMPTS
-from xray_runtime.methods.common.inputs import BenchmarkInputs
 from xray_runtime.methods.prepare.config import DataConfig
 
 
-def _benchmark_models(config: Any) -> dict[str, ModelRole]:
+@dataclass(frozen=True)
+class BenchmarkInputs:
+    policy: Model
+    prompts: Dataset
+    """Supplies the prompts."""
+
+
+def _benchmark_models(config: PerplexitySuite | SampledSuite) -> dict[str, ModelRole]:
     if isinstance(config, PerplexitySuite):
         seen: dict[str, Any] = {"rows": config.num_rows, "reply_tokens": config.max_response_tokens}
         return {"policy": frozen(config.frozen, "policy", data="prompts", **seen)}
-    reply = config.environment.max_tokens if isinstance(config, EnvironmentSuite) else config.max_new_tokens
-    rows = config.num_prompts * getattr(config, "samples", 1)
-    return {"generator": sampled(config.generator, "policy", data="prompts", rows=rows, reply_tokens=reply)}
+    seen = {"rows": config.num_replies, "reply_tokens": config.max_response_tokens}
+    return {"generator": sampled(config.generator, "policy", data="prompts", **seen)}
 
 
-def _benchmark_reads(config: Any) -> dict[str, str]:
+def _benchmark_reads(config: SideConfig) -> dict[str, str]:
     lists = config.lists if isinstance(config, WordsSuite) else {}
     return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
 
 
-def _fewer_rows(config: Any) -> Any:
-    field = "num_rows" if isinstance(config, PerplexitySuite) else "num_prompts"
-    return config.model_copy(update={field: min(getattr(config, field), FEW_PROMPTS)})
+def _fewer_rows(config: PerplexitySuite | SampledSuite) -> PerplexitySuite | SampledSuite:
+    if isinstance(config, PerplexitySuite):
+        return config.model_copy(update={"num_rows": min(config.num_rows, FEW_PROMPTS)})
+    return config.model_copy(update={"num_prompts": min(config.num_prompts, FEW_PROMPTS)})
 
 
-def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
+def check_benchmark(config: SideConfig, inputs: Mapping[str, Any]) -> None:
     call = inputs["prompts"].call
     data = call.config if call is not None else None
     if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:

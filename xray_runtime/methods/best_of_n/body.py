@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.best_of_n.config import BestOfNConfig
-    from xray_runtime.methods.common.inputs import BestOfNInputs
+    from xray_runtime.methods.best_of_n.kind import BestOfNInputs
 
 NUM_EXAMPLES_SHOWN = 20
 

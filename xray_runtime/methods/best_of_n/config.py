@@ -26,6 +26,11 @@ class GroupsConfig(SamplingConfig, JudgingConfig):
     def replies_per_prompt(self) -> int:
         return self.samples
 
+    @property
+    def max_response_tokens(self) -> int:
+        """Maximum number of tokens after a prompt."""
+        return self.max_new_tokens
+
 
 class BestOfNConfig(GroupsConfig):
     """The best of several sampled replies to each prompt, as data for SFT: rejection sampling (RAFT, Dong et al. 2023;
@@ -41,7 +46,6 @@ class BestOfNConfig(GroupsConfig):
 
     @property
     def max_response_tokens(self) -> int:
-        """Maximum number of tokens after a prompt."""
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @model_validator(mode="after")

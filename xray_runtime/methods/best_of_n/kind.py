@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from xray_runtime.engines.roles import ModelRole
-from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
 from xray_runtime.methods.common.checks import check_rewards, fewer_prompts, num_samples
-from xray_runtime.methods.common.inputs import BestOfNInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
+
+
+@dataclass(frozen=True)
+class BestOfNInputs:
+    policy: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
 
 
 def best_of_n_models(config: BestOfNConfig) -> dict[str, ModelRole]:

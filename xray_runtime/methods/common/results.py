@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def write_json(path: Path, content: object) -> None:
     """Write content sorted by name; in UTF-8 in every locale, so that a checkpoint has the same bytes everywhere."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    # Names of columns may hold half a character.
+    # Names of columns may hold a lone surrogate.
     path.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
 
 

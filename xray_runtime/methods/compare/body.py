@@ -26,7 +26,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import CompareInputs
+    from xray_runtime.methods.compare.kind import CompareInputs
     from xray_runtime.methods.evaluate.config import EvaluationConfig
 
 SIDES = ("champion", "candidate")

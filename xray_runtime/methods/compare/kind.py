@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole
-from xray_runtime.kernel.graph.artifacts import Comparison
+from xray_runtime.kernel.graph.artifacts import Artifact, Comparison, Dataset, Judgements, Model, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import check_evaluation
-from xray_runtime.methods.common.inputs import CompareInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
 from xray_runtime.methods.evaluate.config import EvaluationConfig
+
+
+@dataclass(frozen=True)
+class CompareInputs:
+    policy: Model
+    champion: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+    judges: list[RewardModel] = field(default_factory=list)
+    seen: list[Artifact] = field(default_factory=list)
+    """Datasets and preferences of the champion that the candidate does not have: prompts in their training part are not
+    used."""
+    verdicts: Judgements | None = None
+    """Human verdicts on replies of these two: one more judge."""
 
 
 def compare_models(config: EvaluationConfig) -> dict[str, ModelRole]:

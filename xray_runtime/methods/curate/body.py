@@ -31,7 +31,7 @@ from xray_runtime.methods.curate.signals import Signal, from_feedback, from_verd
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import CurateInputs
+    from xray_runtime.methods.curate.kind import CurateInputs
 
 NUM_SHOWN = 20
 

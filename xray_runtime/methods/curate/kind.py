@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.kernel.config.section import Section
-from xray_runtime.kernel.graph.artifacts import Curated, Dataset
+from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Dataset, Feedback, Judgements
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.methods.common.inputs import CurateInputs, DemonstrationsInputs, RecordedPromptsInputs
 from xray_runtime.methods.curate.config import CurateConfig, RecordedPromptsConfig
+
+
+@dataclass(frozen=True)
+class CurateInputs:
+    feedback: list[Feedback] = field(default_factory=list)
+    """One collection for each cycle, the oldest first."""
+    verdicts: list[Judgements] = field(default_factory=list)
+    """Human verdicts on two replies each; they count for the last cycle."""
+
+
+@dataclass(frozen=True)
+class DemonstrationsInputs:
+    curated: Curated
+
+
+@dataclass(frozen=True)
+class RecordedPromptsInputs:
+    feedback: list[Feedback]
+    seen: list[Artifact] = field(default_factory=list)
+    """Datasets and preferences that the models were trained on: prompts in their training part are left out."""
 
 
 def check_curate(config: CurateConfig, inputs: Mapping[str, Any]) -> None:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.config.section import Section
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import DemonstrationsInputs, PreferencesInputs, RecordedPromptsInputs
     from xray_runtime.methods.curate.config import RecordedPromptsConfig
+    from xray_runtime.methods.curate.kind import DemonstrationsInputs, RecordedPromptsInputs
+    from xray_runtime.methods.preferences.kind import PreferencesInputs
 
 
 def curated_pairs(

@@ -31,8 +31,8 @@ from xray_runtime.models.causal_lm import load_tokenizer
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import DPOInputs
     from xray_runtime.methods.dpo.config import DPOConfig
+    from xray_runtime.methods.dpo.kind import DPOInputs
 
 HELDOUT_PAIRS = 256
 """Number of held-out pairs for held-out loss and accuracy."""

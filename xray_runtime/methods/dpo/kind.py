@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, trained
-from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.kernel.graph.artifacts import Model, Preferences
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.findings import pairs_findings
-from xray_runtime.methods.common.inputs import DPOInputs
 from xray_runtime.methods.dpo.config import DPOConfig
+
+
+@dataclass(frozen=True)
+class DPOInputs:
+    policy: Model
+    preferences: Preferences
+    reference: Model | None = None
+    """Reference of the loss; the initial policy if absent."""
 
 
 def dpo_models(config: DPOConfig) -> dict[str, ModelRole]:

@@ -30,8 +30,8 @@ from xray_runtime.rewards.reward_reader import answer_rows
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import EvaluateInputs
     from xray_runtime.methods.evaluate.config import EvaluationConfig
+    from xray_runtime.methods.evaluate.kind import EvaluateInputs
 
 SIDES = ("before", "after")
 """The baseline and the policy."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies
     from xray_runtime.methods.evaluate.config import EvaluationConfig
@@ -53,7 +54,7 @@ class Panel:
 class Scoring:
     """Scores replies with all sources of an evaluation; `tokenizer` is the policy's, if replies have its tokens."""
 
-    def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Any = None) -> None:
+    def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Tokenizer | None = None) -> None:
         self._rewards = RewardSources(stage, tokenizer)
         self._judges = RewardSources(stage, tokenizer, field="judges")
         self._gold = load_gold(stage.config.gold, stage.functions) if stage.config.gold is not None else None

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen
-from xray_runtime.kernel.graph.artifacts import Evaluation
+from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation, Judgements, Model, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import check_evaluation, fewer_prompts
 from xray_runtime.methods.common.findings import evaluation_findings
-from xray_runtime.methods.common.inputs import EvaluateInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
 from xray_runtime.methods.evaluate.config import EvaluationConfig
+
+
+@dataclass(frozen=True)
+class EvaluateInputs:
+    policy: Model
+    against: Model
+    prompts: Dataset
+    rewards: list[RewardModel] = field(default_factory=list)
+    """Reward models that the policy was trained on: shown in the report, but not used as judges."""
+    judges: list[RewardModel] = field(default_factory=list)
+    """Reward models that the policy was not trained on."""
+    verdicts: Judgements | None = None
+    """Human verdicts on replies of these two: one more judge."""
 
 
 def evaluate_models(config: EvaluationConfig) -> dict[str, ModelRole]:

@@ -16,7 +16,7 @@ from xray_runtime.models.causal_lm import fresh_llama, save_model
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import FreshBaseInputs
+    from xray_runtime.methods.fresh_base.kind import FreshBaseInputs
     from xray_runtime.models.config import FreshBase
 
 

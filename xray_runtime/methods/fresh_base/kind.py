@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from xray_runtime.kernel.graph.artifacts import Model
+from dataclasses import dataclass
+
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.methods.common.inputs import FreshBaseInputs
 from xray_runtime.models.config import FreshBase
+
+
+@dataclass(frozen=True)
+class FreshBaseInputs:
+    data: Dataset
+
 
 FRESH_BASE = register(
     StageKind(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,9 +41,10 @@ from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import KTOInputs
     from xray_runtime.methods.kto.config import KTOConfig
+    from xray_runtime.methods.kto.kind import KTOInputs
 
 HELDOUT_PAIRS = 256
 PURPOSE = "kto validation"
@@ -144,7 +145,7 @@ class _KTO(Method):
 
 
 def _data(
-    stage: Stage[KTOConfig, KTOInputs], tokenizer: Any, recorder: Recorder
+    stage: Stage[KTOConfig, KTOInputs], tokenizer: Tokenizer, recorder: Recorder
 ) -> tuple[dict[str, Replies], np.ndarray, Iterator[str], dict[str, float]]:
     """(replies by part, whether each training reply is desirable [N], prompt of each training reply, counts)."""
     inputs, context = stage.inputs, max_positions(stage.inputs.policy.path)

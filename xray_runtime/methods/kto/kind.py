@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.engines.roles import trained
-from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.kernel.graph.artifacts import Dataset, Judgements, Model, Preferences
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.findings import pairs_findings
-from xray_runtime.methods.common.inputs import KTOInputs
 from xray_runtime.methods.kto.config import KTOConfig
+
+
+@dataclass(frozen=True)
+class KTOInputs:
+    policy: Model
+    preferences: Preferences | None = None
+    """Chosen replies are desirable, rejected ones are not."""
+    verdicts: Judgements | None = None
+    """Human verdicts on two replies each: both may be desirable, or neither."""
+    data: Dataset | None = None
+    """Prompts that it holds out for evaluation are left out of the verdicts."""
+    reference: Model | None = None
 
 
 def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:

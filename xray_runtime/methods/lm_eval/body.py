@@ -32,9 +32,10 @@ from xray_runtime.models.likelihood_objective import LikelihoodObjective
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import LMEvalInputs
     from xray_runtime.methods.lm_eval.config import LMEvalConfig
+    from xray_runtime.methods.lm_eval.kind import LMEvalInputs
 
 BATCH = 512
 NUM_SAMPLES_SHOWN = 24
@@ -141,7 +142,7 @@ class _Model:
     stage: Stage[LMEvalConfig, LMEvalInputs]
     models: Mapping[str, ModelHandle]
     recorder: Recorder
-    tokenizer: Any
+    tokenizer: Tokenizer
     stops: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:

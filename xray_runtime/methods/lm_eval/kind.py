@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
-from xray_runtime.kernel.graph.artifacts import Benchmark
+from xray_runtime.kernel.graph.artifacts import Benchmark, Model
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import FEW_PROMPTS
-from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval.config import LMEvalConfig
 from xray_runtime.methods.lm_eval.harness_files import read_tasks
+
+
+@dataclass(frozen=True)
+class LMEvalInputs:
+    policy: Model
 
 
 def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:

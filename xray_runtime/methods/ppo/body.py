@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
@@ -61,9 +61,10 @@ if TYPE_CHECKING:
 
     from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
@@ -114,7 +115,7 @@ class _Loop:
     """The objects that iterations share."""
 
     stage: Stage[PPOConfig, PPOInputs]
-    tokenizer: Any
+    tokenizer: Tokenizer
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
     episodes: EpisodeSampler | None
@@ -161,7 +162,10 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
-    estimator, kl = own_function(stage, "advantages", check_advantages), make_kl_controller(config.kl)
+    estimator, kl = (
+        own_function(stage, "advantages", config.advantages, check_advantages),
+        make_kl_controller(config.kl),
+    )
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None

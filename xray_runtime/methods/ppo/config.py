@@ -316,6 +316,10 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         return self.samples_per_prompt
 
     @property
+    def keeps_answers(self) -> bool:
+        return self.ledger.keep != "none" and self.ledger.tokens == "kept"
+
+    @property
     def terms(self) -> dict[str, list[Term]]:
         return {"rewards": self.rewards, "judges": self.judges}
 

@@ -40,8 +40,6 @@ class Experience:
     """Number of tokens that the policy sampled."""
     reference_kl: float
     """Mean KL of a reply to the reference, by k1, in nats."""
-    mismatch: float
-    """Mean |log-probability difference| between generator and policy, in nats per token."""
     metrics: dict[str, float]
 
     @property
@@ -108,11 +106,10 @@ def build_experience(
     wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    difference = mismatch["mean_abs_diff"]
-    check_mismatch(difference, max_mismatch)
+    check_mismatch(mismatch["mean_abs_diff"], max_mismatch)
     kl = kl_summary(logprobs, _dense(scores.ref_logprobs), mask)
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _policy_metrics(kl, mismatch)
-    return Experience(rows, int(mask.sum()), kl["k1"], difference, metrics)
+    return Experience(rows, int(mask.sum()), kl["k1"], metrics)
 
 
 def check_mismatch(mismatch: float, limit: float) -> None:

@@ -28,8 +28,8 @@ from xray_runtime.methods.ppo.metrics import metric_name
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 log = logging.getLogger(__name__)
 

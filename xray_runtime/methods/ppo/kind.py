@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.kernel.graph.artifacts import VALUE_HEAD, Model
+from xray_runtime.kernel.graph.artifacts import VALUE_HEAD, Dataset, Model, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import (
     FEW_STEPS,
@@ -14,9 +15,19 @@ from xray_runtime.methods.common.checks import (
     check_validation,
 )
 from xray_runtime.methods.common.findings import policy_findings
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.roles import ppo_models
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    policy: Model
+    prompts: Dataset
+    reference: Model | None = None
+    """Reference of the KL penalty; the initial policy if absent."""
+    rewards: list[RewardModel] = field(default_factory=list)
+    judges: list[RewardModel] = field(default_factory=list)
+    """Judges for `validation` only; the policy is not trained on their scores."""
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:

@@ -39,12 +39,13 @@ from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batch import Rollout
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.experience import Experience
+    from xray_runtime.methods.ppo.kind import PPOInputs
     from xray_runtime.rewards.reward_sources import RewardSources
 
 HASH_DIGITS = 32
@@ -165,7 +166,7 @@ class Ledger:
     def load_state(self, directory: Path) -> None:
         _link(directory / LEDGER, self._directory)
 
-    def show(self, recorder: Recorder, tokenizer: Any) -> None:
+    def show(self, recorder: Recorder, tokenizer: Tokenizer) -> None:
         """Report a few rows of the first, middle and last iteration: lowest and highest reward, and one unused row.
         Reports nothing if the ledger is hashed."""
         numbers = iterations(self._directory)

@@ -20,8 +20,8 @@ from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 Specs = dict[str, ModelSpec | GeneratorSpec]
 
@@ -41,7 +41,7 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
             specs[name] = trained_model(
                 stage,
                 policy,
-                PPOObjective(config, own_function(stage, "loss", partial(check_loss, gradient=False))),
+                PPOObjective(config, own_function(stage, "loss", config.loss, partial(check_loss, gradient=False))),
                 role=name,
                 training_at_once=trained_at_once,
                 new_head=shared_critic,
@@ -73,9 +73,8 @@ def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     return stage.config.lora is not None and (reference is None or reference.path == policy.path)
 
 
-def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function that a config field names, checked; None if the field names a built-in."""
-    name = getattr(stage.config, field)
+def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
+    """The user's function `name` of a config field, checked; None if it is a built-in."""
     if not is_function(name):
         return None
     function = stage.functions.get(name) or import_function(name, field)

@@ -36,9 +36,9 @@ from xray_runtime.methods.ppo.experience import check_mismatch
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batching import Cursor
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodesInFlight
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Number and length of a probe's replies. Small, since training and sampling wait for it."""

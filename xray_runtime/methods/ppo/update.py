@@ -17,8 +17,8 @@ from xray_runtime.methods.ppo.experience import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.common.inputs import PPOInputs
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ from xray_runtime.rewards.reward_sources import RewardSources
 if TYPE_CHECKING:
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 class Validation:
@@ -46,7 +47,7 @@ class Validation:
         self,
         stage: Stage[PPOConfig, PPOInputs],
         rewards: RewardSources,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         sampling: Sampling,
         stops: tuple[int, ...],
         directory: Path,

@@ -40,7 +40,7 @@ from xray_runtime.models.causal_lm import load_tokenizer
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import PreferencesInputs
+    from xray_runtime.methods.preferences.kind import PreferencesInputs
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:

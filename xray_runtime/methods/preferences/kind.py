@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, sampled
-from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Preferences
+from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Dataset, Judgements, Model, Preferences, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import check_rewards, dataset_config, fewer_prompts, num_samples
 from xray_runtime.methods.common.findings import preferences_findings
-from xray_runtime.methods.common.inputs import PreferencesInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models
 from xray_runtime.methods.preferences.config import (
     CuratedPreferences,
@@ -22,6 +22,18 @@ from xray_runtime.methods.preferences.config import (
     RewardedPreferences,
     SampledPreferences,
 )
+
+
+@dataclass(frozen=True)
+class PreferencesInputs:
+    policy: Model | None = None
+    """The model whose replies are labelled, with `source: gold` and `source: rewards`."""
+    data: Dataset | None = None
+    """Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from other sources."""
+    judgements: Judgements | None = None
+    rewards: list[RewardModel] = field(default_factory=list)
+    """Choose the preferred reply, with `source: rewards`."""
+
 
 FEW_PAIRS = 64
 CHITCHAT = "chitchat"

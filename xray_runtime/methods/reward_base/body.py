@@ -24,8 +24,9 @@ from xray_runtime.rewards.reward_reader import CONVERSATION, READS, RewardReader
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import RewardBaseInputs
+    from xray_runtime.methods.reward_base.kind import RewardBaseInputs
     from xray_runtime.methods.reward_model.config import RewardBaseConfig
 
 STEPS = 2
@@ -60,7 +61,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
 
 
 def _heldout_scores(
-    stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Any, dataset: Path
+    stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Tokenizer, dataset: Path
 ) -> np.ndarray:
     """Scores [n] of held-out human replies to prompts within the dataset's limit."""
     examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset, out, max_reply_tokens(None, out))

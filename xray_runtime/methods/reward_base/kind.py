@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from xray_runtime.engines.roles import ModelRole, frozen
-from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, RewardModel
+from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Dataset, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import FEW_PROMPTS
-from xray_runtime.methods.common.inputs import RewardBaseInputs
 from xray_runtime.methods.reward_model.config import RewardBaseConfig
+
+
+@dataclass(frozen=True)
+class RewardBaseInputs:
+    data: Dataset | None = None
+    """The model scores its held-out replies once, to normalize rewards by their mean and deviation; if absent, rewards
+    are not normalized."""
 
 
 def reward_models(config: RewardBaseConfig) -> dict[str, ModelRole]:

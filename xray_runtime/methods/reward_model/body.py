@@ -30,8 +30,8 @@ from xray_runtime.models.reward_objective import RewardObjective
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import RewardModelInputs
     from xray_runtime.methods.reward_model.config import RewardConfig
+    from xray_runtime.methods.reward_model.kind import RewardModelInputs
 
 
 def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Recorder) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, trained
-from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, RewardModel
+from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Model, Preferences, RewardModel
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.findings import pairs_findings
-from xray_runtime.methods.common.inputs import RewardModelInputs
 from xray_runtime.methods.reward_model.config import RewardConfig
+
+
+@dataclass(frozen=True)
+class RewardModelInputs:
+    policy: Model
+    """The model to start from."""
+    data: Preferences
 
 
 def reward_models(config: RewardConfig) -> dict[str, ModelRole]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from xray_runtime.models.objectives import SFTObjective
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import SFTInputs
     from xray_runtime.methods.sft.config import SFTConfig
+    from xray_runtime.methods.sft.kind import SFTInputs
 
 HELDOUT_ROWS = 256
 """Number of held-out conversations for the held-out loss."""
@@ -99,7 +100,7 @@ class _SFT(Method):
 
 
 def _data(
-    stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
+    stage: Stage[SFTConfig, SFTInputs], tokenizer: Tokenizer, limits: tuple[int, int], recorder: Recorder
 ) -> tuple[ConversationTokens, TextBatch, TextBatch | None]:
     """(training rows, first held-out rows, rows for `validation`). Raises ValueError if no row of one side fits."""
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, trained
-from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import FEW_STEPS, check_validation
 from xray_runtime.methods.common.findings import sft_findings
-from xray_runtime.methods.common.inputs import SFTInputs
 from xray_runtime.methods.sft.config import SFTConfig
+
+
+@dataclass(frozen=True)
+class SFTInputs:
+    base: Model
+    data: Dataset
 
 
 def sft_models(config: SFTConfig) -> dict[str, ModelRole]:

@@ -16,8 +16,8 @@ from xray_runtime.methods.common.results import write_json
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import Recorder
-    from xray_runtime.methods.common.inputs import SplitPreferencesInputs
     from xray_runtime.methods.preferences.config import SplitPreferencesConfig
+    from xray_runtime.methods.split_preferences.kind import SplitPreferencesInputs
 
 PURPOSE = "judge"
 """Seeds the split. It differs from the purpose of the held-out split, so that each part has both sides."""

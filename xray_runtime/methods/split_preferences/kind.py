@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from xray_runtime.kernel.graph.artifacts import Preferences
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.methods.common.inputs import SplitPreferencesInputs
 from xray_runtime.methods.preferences.config import SplitPreferencesConfig
+
+
+@dataclass(frozen=True)
+class SplitPreferencesInputs:
+    preferences: Preferences
+
 
 SPLIT_PREFERENCES = register(
     StageKind(

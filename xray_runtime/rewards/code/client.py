@@ -67,7 +67,7 @@ class CodeSandbox:
                 return Score(0.0, f"case {number}: {answer['why']}")
             output = os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
             if _printed(output) != _printed(stdout):
-                return Score(0.0, f"case {number}: it prints something else")
+                return Score(0.0, f"case {number}: it prints different output")
         return Score(1.0)
 
     def close(self) -> None:

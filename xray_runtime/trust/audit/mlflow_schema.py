@@ -106,7 +106,7 @@ def check_schema(database: Database) -> Iterator[Finding]:
         if kind == "index" or name == "sqlite_sequence" or (kind, name, table) == OWN_TRIGGER:
             continue
         if kind != "table" or not (name in COMPARED or name in IGNORED or name in NEVER_WRITTEN):
-            yield Finding(f"MLflow's {kind} {name}", "tracking-unknown", "it is compared with nothing")
+            yield Finding(f"MLflow's {kind} {name}", "tracking-unknown", "it is not compared with anything")
         elif name in NEVER_WRITTEN and database.rows(name):
             yield Finding(f"MLflow's {name}", "mlflow-row-unexplained", "X-ray writes none of its rows")
         elif name in COMPARED and (more := sorted(set(database.columns(name)) - set(COMPARED[name].split()))):

@@ -124,7 +124,7 @@ class _Rows:
             if number == 0 and row["name"] == "Default":
                 continue
             if number not in used and row["name"] not in names:
-                yield Finding(label, "mlflow-row-unexplained", "no run of the log is in it")
+                yield Finding(label, "mlflow-row-unexplained", "it contains no run of the log")
             elif row["artifact_location"] not in places:
                 detail = f"its artifacts are at {_shown(row['artifact_location'])}, not in this directory"
                 # Without a run, the log does not say where an imported directory was before.
@@ -256,7 +256,7 @@ class _Rows:
             expected: dict[str, str] = {}
             if not self.is_stage(run_id):
                 if run_id in self.runs:
-                    reason = f"run {str(run_id)[:12]} is of no stage"
+                    reason = f"run {str(run_id)[:12]} belongs to no stage"
             elif kinds == ("RUN_OUTPUT", "MODEL_OUTPUT"):
                 if not self._is_known(sha256) or self.params[row["destination_id"]].get("key") != self.tags[run_id].get(
                     KEY_TAG

@@ -209,7 +209,7 @@ def _check_metrics(
         shown_points = mlflow.history(run_id, sorted({*metrics, *(found[0] for found in recorded)}))
         differing += {found[0] for found in recorded - shown_points}
         more = {found[0] for found in shown_points - recorded}
-        # After an attempt that was cut short, the next one records the same points at another time.
+        # After an interrupted attempt, the next one records the same points at another time.
         once = node.run.attempts <= 1
         differing += more if once else ()
         if more and not once:
@@ -225,7 +225,7 @@ def _check_inputs(mlflow: RegistryView, run: Any, node: Node) -> Iterator[Findin
         if sha is None:
             yield Finding(node.name, "mlflow-input-missing", f"input {model_id} was deleted, or has no sha256")
         elif sha not in parents:
-            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, no parent")
+            yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, which is not a parent")
     for missing in sorted(parents - {sha for sha in shown.values() if sha}):
         yield Finding(node.name, "mlflow-input-missing", f"parent {missing[:12]} is not among the run's inputs")
     datasets = []

@@ -114,7 +114,7 @@ class Faulty:
             case ["raise"]:
                 raise KeyError("no such\nroom")
             case ["half"]:
-                raise ValueError("half a character: \ud800")
+                raise ValueError("a lone surrogate: \ud800")
             case ["stop"]:
                 next(iter(()))
             case ["leave"]:

@@ -121,7 +121,7 @@ def test_tools_that_are_async() -> None:
     ("reply", "cause"),
     [
         ("raise", r"episode 0: KeyError: 'no such\nroom'"),
-        ("half", r"episode 0: ValueError: half a character: \ud800"),
+        ("half", r"episode 0: ValueError: a lone surrogate: \ud800"),
         ("stop", "episode 0: RuntimeError: coroutine raised StopIteration"),
         ("leave", "episode 0: SystemExit: 3"),
         (

@@ -134,7 +134,7 @@ def test_limits_and_a_stop_end_a_program(service: Service) -> None:
     [
         ((b"", 500), "RuntimeError: status 500"),
         ((b"no", 200), "AnswerError: the answer is not JSON"),
-        ((b"[]", 200), "ValueError: the answer is no object"),
+        ((b"[]", 200), "ValueError: the answer is not an object"),
         ((b'{"id": "../up", "code": "0", "output": ""}', 200), "ValueError: "),
         ((b'{"code": true, "output": ""}', 200), "Error: "),
     ],

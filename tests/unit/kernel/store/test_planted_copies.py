@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -94,17 +95,9 @@ def fitting_manifest(copy: Path) -> str:
     return file_sha256(copy / MANIFEST)
 
 
-def other_weights(shared: Path) -> None:
-    (copy_of(shared) / "model.bin").write_bytes(EVIL)
-    fitting_manifest(copy_of(shared))
-    indexed(shared)
-
-
-def other_weights_and_statement(shared: Path) -> None:
-    """The statement fits too; its signature does not."""
-    other_weights(shared)
-    fit_statement(copy_of(shared))
-    indexed(shared)
+def other_weights(copy: Path) -> None:
+    (copy / "model.bin").write_bytes(EVIL)
+    fitting_manifest(copy)
 
 
 def fit_statement(copy: Path, private: Path | None = None) -> None:
@@ -120,26 +113,14 @@ def fit_statement(copy: Path, private: Path | None = None) -> None:
 
 
 def signed_by_a_stranger(shared: Path) -> None:
-    other_weights(shared)
+    other_weights(copy_of(shared))
     fit_statement(copy_of(shared), key_of_a_stranger(shared.parent / "stranger"))
     indexed(shared)
 
 
 def signed_by_a_stranger_whose_key_lies_there(shared: Path) -> None:
     signed_by_a_stranger(shared)
-    key_of_a_stranger(shared.parent / "stranger")
     exchange_keys(shared.parent / "stranger", SharedStore(shared.as_uri()))
-
-
-def without_a_record(shared: Path) -> None:
-    other_weights(shared)
-    shutil.rmtree(copy_of(shared) / ATTESTATION)
-    indexed(shared)
-
-
-def without_a_signature(shared: Path) -> None:
-    edit_json(copy_of(shared) / ATTESTATION / "statement.json", signatures=[])
-    indexed(shared)
 
 
 def of_another_stage(shared: Path) -> None:
@@ -150,42 +131,34 @@ def of_another_stage(shared: Path) -> None:
     shutil.copytree(shared / "checkpoints" / f"sft-{other.key[:12]}", shared / "checkpoints" / NAME)
 
 
-def with_one_file_more(shared: Path) -> None:
-    (copy_of(shared) / "modeling.py").write_text("import os")
-    indexed(shared)
+def with_index(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    """A change of a copy's files, to which its index then fits."""
+    return lambda shared: (change(copy_of(shared)), indexed(shared))[1]
 
 
-def with_one_more_file_in_the_record(shared: Path) -> None:
-    (copy_of(shared) / ATTESTATION / "approved.txt").write_text("yes")
-    indexed(shared)
+def index_of(shared: Path) -> Path:
+    return shared / "checkpoints" / NAME / INDEX
 
 
-def with_an_index_of_other_weights(shared: Path) -> None:
-    """The manifest and its record are as they were."""
-    (copy_of(shared) / "model.bin").write_bytes(EVIL)
-    indexed(shared)
-
-
-def with_a_path_that_leads_out(shared: Path) -> None:
-    index = shared / "checkpoints" / NAME / INDEX
-    index.write_text(index.read_text().replace('"model.bin"', '"../../model.bin"'))
-
-
-def with_a_record_of_any_size(shared: Path) -> None:
-    with (copy_of(shared) / ATTESTATION / "statement.json").open("r+b") as file:
-        file.truncate(40 * 2**20)
-    indexed(shared)
-
-
-def a_damaged_index(shared: Path) -> None:
-    (shared / "checkpoints" / NAME / INDEX).write_text("{")
-
-
-COPIES = (
-    *(other_weights, other_weights_and_statement, signed_by_a_stranger, signed_by_a_stranger_whose_key_lies_there),
-    *(without_a_record, without_a_signature, of_another_stage, with_one_file_more, with_one_more_file_in_the_record),
-    *(with_an_index_of_other_weights, with_a_path_that_leads_out, with_a_record_of_any_size, a_damaged_index),
-)
+COPIES: dict[str, Callable[[Path], object]] = {
+    "other weights": with_index(other_weights),
+    # The statement fits; its signature does not.
+    "and their statement": with_index(lambda copy: (other_weights(copy), fit_statement(copy))),
+    "signed by a stranger": signed_by_a_stranger,
+    "whose key lies there": signed_by_a_stranger_whose_key_lies_there,
+    "no record": with_index(lambda copy: (other_weights(copy), shutil.rmtree(copy / ATTESTATION))),
+    "no signature": with_index(lambda copy: edit_json(copy / ATTESTATION / "statement.json", signatures=[])),
+    "another stage": of_another_stage,
+    "a file more": with_index(lambda copy: (copy / "modeling.py").write_text("import os")),
+    "a file more in the record": with_index(lambda copy: (copy / ATTESTATION / "approved.txt").write_text("yes")),
+    # The manifest and its record are as they were.
+    "weights that only the index has": with_index(lambda copy: (copy / "model.bin").write_bytes(EVIL)),
+    "a path that leads out": lambda shared: index_of(shared).write_text(
+        index_of(shared).read_text().replace('"model.bin"', '"../../model.bin"')
+    ),
+    "a record of any size": with_index(lambda copy: os.truncate(copy / ATTESTATION / "statement.json", 40 * 2**20)),
+    "a damaged index": lambda shared: index_of(shared).write_text("{"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -224,10 +197,10 @@ def test_signed_results_are_used(tmp_path: Path) -> None:
     assert f"{RECORDS}/{NAME}/metrics.jsonl" in view(output).files
 
 
-@pytest.mark.parametrize("attack", COPIES, ids=lambda attack: attack.__name__)
-def test_a_planted_copy_is_not_used(attack: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("attack", COPIES)
+def test_a_planted_copy_is_not_used(attack: str, tmp_path: Path) -> None:
     made, shared = publish(tmp_path / "there", tmp_path / "shared"), tmp_path / "shared"
-    attack(shared)
+    COPIES[attack](shared)
     output, store = asking(tmp_path)
     assert store.find("sft", KEY) is None
     assert find_result("sft", KEY, output, store) is None

@@ -247,35 +247,26 @@ def test_metrics_after_the_snapshot_are_recorded_once(tmp_path: Path) -> None:
     assert not snapshots_directory(tmp_path, "sft", "k" * 64).exists()
 
 
-def test_an_interruption_makes_a_snapshot_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [StageInterruptedError, WorkerEndedError])
+def test_an_interruption_makes_a_snapshot_and_stops_and_without_its_worker_a_stage_is_tried_again(
+    error: type[StageInterruptedError | WorkerEndedError], tmp_path: Path
+) -> None:
     stage = recorder(tmp_path)
     stage.begin()
-    stage.interrupt()
+    stage.interrupt(error)
     assert stage.snapshot_due(7)
-    with pytest.raises(StageInterruptedError, match="stopped after step 7") as stopped:
+    with pytest.raises(error, match="stopped after step 7") as stopped:
         stage.write_snapshot(7, {}, lambda directory: None)
-    assert not may_retry(stopped.value)
-    stage.interrupt(WorkerEndedError)  # with it, its worker
+    assert may_retry(stopped.value) == (error is WorkerEndedError)
+    # Whichever comes second, a run that was stopped stays so.
+    stage.interrupt(StageInterruptedError if error is WorkerEndedError else WorkerEndedError)
     with pytest.raises(StageInterruptedError):
-        stage.write_snapshot(7, {}, lambda directory: None)
+        stage.write_snapshot(8, {}, lambda directory: None)
     again = recorder(tmp_path)
     again.begin()
     found = again.resume()
     assert found is not None
-    assert found.step == 7
-
-
-def test_a_worker_that_is_asked_to_end_makes_a_snapshot_and_the_stage_is_tried_again(tmp_path: Path) -> None:
-    stage = recorder(tmp_path)
-    stage.begin()
-    stage.interrupt(WorkerEndedError)
-    assert stage.snapshot_due(7)
-    with pytest.raises(WorkerEndedError, match="stopped after step 7") as stopped:
-        stage.write_snapshot(7, {}, lambda directory: None)
-    assert may_retry(stopped.value)
-    stage.interrupt()
-    with pytest.raises(StageInterruptedError):
-        stage.write_snapshot(8, {}, lambda directory: None)
+    assert found.step == 8
 
 
 @pytest.mark.parametrize(

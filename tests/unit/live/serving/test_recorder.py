@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.live.serving.recording import KEYS, MODEL, exchange, keep, with_recorder
+from tests.unit.trust.tampering import flip
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history import recorded
 from xray_runtime.kernel.history.audit_check import read_log
@@ -289,39 +290,17 @@ def test_records_older_than_the_retention_are_removed(tmp_path: Path, monkeypatc
     assert broken(tmp_path) == {"recorded-broken 00000001.parquet"}
 
 
-def edited(folder: Path) -> None:
-    path = folder / "00000002.parquet"
-    content = bytearray(path.read_bytes())
-    content[60] ^= 1
-    path.write_bytes(content)
+FIRST, SECOND = "00000001.parquet", "00000002.parquet"
 
 
-def removed(folder: Path) -> None:
-    (folder / "00000002.parquet").unlink()
-
-
-def replayed(folder: Path) -> None:
-    shutil.copy(folder / "00000001.parquet", folder / "00000002.parquet")
-
-
-def added(folder: Path) -> None:
-    shutil.copy(folder / "00000001.parquet", folder / "00000005.parquet")
+def lines_kept(folder: Path, *kept: int) -> None:
+    lines = (folder / CHAIN).read_bytes().splitlines(keepends=True)
+    (folder / CHAIN).write_bytes(b"".join(lines[number] for number in kept))
 
 
 def linked(folder: Path) -> None:
-    (folder / "00000002.parquet").rename(folder / "elsewhere")
-    (folder / "00000002.parquet").symlink_to(folder / "elsewhere")
-
-
-def line_removed(folder: Path) -> None:
-    lines = (folder / CHAIN).read_bytes().splitlines(keepends=True)
-    (folder / CHAIN).write_bytes(b"".join([lines[0], lines[2]]))
-
-
-def cut_short(folder: Path) -> None:
-    lines = (folder / CHAIN).read_bytes().splitlines(keepends=True)
-    (folder / CHAIN).write_bytes(b"".join(lines[:2]))
-    (folder / "00000003.parquet").unlink()
+    (folder / SECOND).rename(folder / "elsewhere")
+    (folder / SECOND).symlink_to(folder / "elsewhere")
 
 
 def signed_by_another(folder: Path) -> None:
@@ -331,37 +310,35 @@ def signed_by_another(folder: Path) -> None:
     shutil.copytree(other / RECORDED, folder)
 
 
-def all_gone(folder: Path) -> None:
-    shutil.rmtree(folder)
+TAMPERINGS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "edited": (lambda folder: flip(folder / SECOND), f"recorded-broken {SECOND}"),
+    "removed": (lambda folder: (folder / SECOND).unlink(), f"recorded-broken {SECOND}"),
+    "replayed": (lambda folder: shutil.copy(folder / FIRST, folder / SECOND), f"recorded-broken {SECOND}"),
+    "added": (
+        lambda folder: shutil.copy(folder / FIRST, folder / "00000005.parquet"),
+        "recorded-broken 00000005.parquet",
+    ),
+    "linked": (linked, f"recorded-broken {SECOND}"),
+    "line removed": (lambda folder: lines_kept(folder, 0, 2), "recorded-broken chain.jsonl 2"),
+    "cut short": (
+        lambda folder: (lines_kept(folder, 0, 1), (folder / "00000003.parquet").unlink()),
+        "recorded-shorter chain.jsonl",
+    ),
+    "signed by another": (signed_by_another, "recorded-broken chain.jsonl 1"),
+    "readable by others": (lambda folder: (folder / "keys" / "pseudonyms").chmod(0o640), "recorded-readable keys"),
+    "all gone": (shutil.rmtree, "recorded-shorter chain.jsonl"),
+}
 
 
-def readable_by_others(folder: Path) -> None:
-    (folder / "keys" / "pseudonyms").chmod(0o640)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "named"),
-    [
-        (edited, {"recorded-broken 00000002.parquet"}),
-        (removed, {"recorded-broken 00000002.parquet"}),
-        (replayed, {"recorded-broken 00000002.parquet"}),
-        (added, {"recorded-broken 00000005.parquet"}),
-        (linked, {"recorded-broken 00000002.parquet"}),
-        (line_removed, {"recorded-broken chain.jsonl 2"}),
-        (cut_short, {"recorded-shorter chain.jsonl"}),
-        (signed_by_another, {"recorded-broken chain.jsonl 1"}),
-        (readable_by_others, {"recorded-readable keys"}),
-        (all_gone, {"recorded-shorter chain.jsonl"}),
-    ],
-)
-def test_each_tampering_is_named(tamper: Callable[[Path], None], named: set[str], tmp_path: Path) -> None:
-    output = tmp_path / "run"
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_each_tampering_is_named(name: str, tmp_path: Path) -> None:
+    output, (tamper, named) = tmp_path / "run", TAMPERINGS[name]
     output.mkdir()
     for number in range(1, 4):
         keep(output, exchange(number))
     assert broken(output) == set()
     tamper(output / RECORDED)
-    assert broken(output) == named
+    assert broken(output) == {named}
 
 
 def test_a_record_that_names_a_model_which_was_never_here_is_named(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.methods.benchmark import body as benchmark
-from xray_runtime.methods.benchmark.kind import BENCHMARK
-from xray_runtime.methods.common.inputs import BenchmarkInputs
+from xray_runtime.methods.benchmark.kind import BENCHMARK, BenchmarkInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 
 ASKED = 10

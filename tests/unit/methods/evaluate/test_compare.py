@@ -15,8 +15,8 @@ from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, wri
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, Model
-from xray_runtime.methods.common.inputs import CompareInputs
 from xray_runtime.methods.compare.body import champion_prompts, select_prompts
+from xray_runtime.methods.compare.kind import CompareInputs
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.evaluate.judging import Panel, judge
 from xray_runtime.rewards.config import reward_term

@@ -19,10 +19,9 @@ from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.methods.common.inputs import EvaluateInputs
 from xray_runtime.methods.evaluate import body as evaluate
 from xray_runtime.methods.evaluate.config import EvaluationConfig
-from xray_runtime.methods.evaluate.kind import EVALUATE
+from xray_runtime.methods.evaluate.kind import EVALUATE, EvaluateInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards import reward_models
 

@@ -18,12 +18,11 @@ from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.graph.artifacts import Model
-from xray_runtime.methods.common.inputs import LMEvalInputs
 from xray_runtime.methods.lm_eval import body as harness_task
 from xray_runtime.methods.lm_eval.body import numbers_of
 from xray_runtime.methods.lm_eval.config import LMEvalConfig
 from xray_runtime.methods.lm_eval.harness_files import read_tasks
-from xray_runtime.methods.lm_eval.kind import LM_EVAL
+from xray_runtime.methods.lm_eval.kind import LM_EVAL, LMEvalInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 
 

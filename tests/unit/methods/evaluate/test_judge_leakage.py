@@ -15,9 +15,9 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Preferences
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.graph.handles import Handle
-from xray_runtime.methods.common.inputs import SplitPreferencesInputs
 from xray_runtime.methods.preferences.config import SplitPreferencesConfig
 from xray_runtime.methods.split_preferences import body as split_preferences
+from xray_runtime.methods.split_preferences.kind import SplitPreferencesInputs
 
 MATHS: dict[str, Any] = {"verifier": {"kind": "regex", "pattern": "42"}}
 ORACLE = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "Is it kind?"}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.methods.ppo.loop import make_inputs
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.kernel.store.shared import SharedFolder
 from xray_runtime.kernel.store.snapshots import Snapshot
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards.config import reward_term
 
 P = ParamSpec("P")

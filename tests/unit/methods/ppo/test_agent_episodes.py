@@ -30,13 +30,14 @@ from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.kernel.graph.artifacts import EPISODES, Dataset
 from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
-from xray_runtime.methods.common.inputs import BestOfNInputs, PPOInputs
+from xray_runtime.methods.best_of_n.kind import BestOfNInputs
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows, decoded_branches
 from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import sample_policy
 from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.trust.replay import restore_recorded

@@ -30,11 +30,12 @@ from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.body import kept
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
-from xray_runtime.methods.common.inputs import BestOfNInputs, PreferencesInputs
+from xray_runtime.methods.best_of_n.kind import BestOfNInputs
 from xray_runtime.methods.common.sampling import sampled_groups
 from xray_runtime.methods.common.sampling.sampled_groups import _Done, _groups
 from xray_runtime.methods.preferences import body as preferences
 from xray_runtime.methods.preferences.config import RewardedPreferences, SampledPreferences
+from xray_runtime.methods.preferences.kind import PreferencesInputs
 from xray_runtime.rewards.config import reward_term
 
 PROMPTS, SAMPLES = 12, 4

@@ -27,8 +27,8 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.trust.replay import restore_recorded

@@ -15,8 +15,8 @@ from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.graph.kind import Answer
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.hacking_monitor import ANSWERS, RECORD, read_answers
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.watch import WatchConfig
 
 ITERATIONS = 12

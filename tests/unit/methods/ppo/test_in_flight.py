@@ -20,8 +20,8 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.trust.replay import restore_recorded

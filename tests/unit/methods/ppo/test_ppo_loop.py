@@ -20,7 +20,7 @@ from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Model
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.rewards.config import reward_term

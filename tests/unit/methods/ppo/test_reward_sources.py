@@ -31,7 +31,7 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
 from xray_runtime.kernel.store.shared import SharedFolder, SharedStore
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.config import JudgingConfig, reward_term
 from xray_runtime.rewards.journal import ANSWERS

@@ -15,9 +15,9 @@ from tests.unit.methods.ppo.sources import sources
 from xray_runtime.cluster.model_spec import BranchSpec
 from xray_runtime.data.batch import Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branches
 from xray_runtime.methods.common.sampling.scoring import Scorer, own_texts
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.config import reward_term
 

@@ -13,7 +13,7 @@ from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards.config import reward_term
 
 WHOLE = ["<think>\nis it 7\n</think>\n\nan answer", "an answer", "<think>\nis it 8", "<think>\n7\n</think>\n\n7"]

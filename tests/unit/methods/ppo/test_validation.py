@@ -22,7 +22,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.store.snapshots import Snapshot
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards import reward_models
 from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.term import Route

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.methods.ppo.loop import make_inputs
 from tests.unit.methods.training.preference_loop import make_root
-from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 
 
 @pytest.fixture(scope="module")

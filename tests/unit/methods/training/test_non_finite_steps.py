@@ -23,13 +23,15 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import NonFiniteError, may_retry
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
-from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, PPOInputs
 from xray_runtime.methods.common.training.finite import check_rollout, naming
 from xray_runtime.methods.common.training.steps import SkippedSteps, StepStatistics
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.dpo.kind import DPOInputs
 from xray_runtime.methods.kto import body as kto
 from xray_runtime.methods.kto.config import KTOConfig
+from xray_runtime.methods.kto.kind import KTOInputs
+from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards.config import reward_term
 
 NAN, INF = math.nan, math.inf

@@ -17,13 +17,15 @@ from tests.unit.methods.training.preference_loop import PAIRS, STEP, Likelier, W
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.kernel.graph.artifacts import Dataset, Judgements, Model, Preferences
 from xray_runtime.kernel.store.snapshots import Snapshot
-from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, RewardModelInputs
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig, DPOValidation
+from xray_runtime.methods.dpo.kind import DPOInputs
 from xray_runtime.methods.kto import body as kto
 from xray_runtime.methods.kto.config import KTOConfig, KTOValidation
+from xray_runtime.methods.kto.kind import KTOInputs
 from xray_runtime.methods.reward_model import body as reward_model
 from xray_runtime.methods.reward_model.config import RewardConfig
+from xray_runtime.methods.reward_model.kind import RewardModelInputs
 
 
 def kept(root: Path, beside: str = "pairs") -> list[Path]:

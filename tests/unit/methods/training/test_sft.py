@@ -23,9 +23,9 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.store.snapshots import Snapshot
-from xray_runtime.methods.common.inputs import SFTInputs
 from xray_runtime.methods.sft import body as sft
 from xray_runtime.methods.sft.config import SFTConfig, SFTValidation
+from xray_runtime.methods.sft.kind import SFTInputs
 
 SIZES = {"train": 8, "heldout": 2, "validation": 3}
 LOSSES = [9.0, 3.0, 1.0, 1.0, 2.0]

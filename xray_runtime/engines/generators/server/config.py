@@ -38,7 +38,7 @@ class ServerConfig(GeneratorConfig):
     def _distinct(self) -> Self:
         twice = next((address for address in self.addresses if self.addresses.count(address) > 1), None)
         if twice is not None:
-            raise ValueError(f"addresses: {twice!r} is there twice")
+            raise ValueError(f"addresses: {twice!r} is listed twice")
         return self
 
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:

@@ -90,7 +90,7 @@ class Connection:
             logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
             reason, held = choice["finish_reason"], [str(span["version"]) for span in choice["weight_versions"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"its answer is no reply ({type(error).__name__}: {error})") from None
+            raise ServerError(f"its answer is not a reply ({type(error).__name__}: {error})") from None
         if held != [weights]:
             raise ServerError("it samples with other weights: it was started again, or another run uses it")
         if reason not in ("stop", "length") or len(token_ids) != len(logprobs):

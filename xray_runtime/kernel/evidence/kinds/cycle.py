@@ -1,4 +1,4 @@
-"""Entries about cycles of the nightly flow."""
+"""Entries about cycles of the flywheel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Cycles(dict[int, "CycleWritten"]):
 
 
 class CycleWritten(SignedEntry):
-    """The record of a cycle of the nightly flow, as it is from here on; the line's subject is its file."""
+    """The record of a cycle of the flywheel from here on; the line's subject is its file."""
 
     action: Literal["cycle"] = "cycle"
     number: int

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.pairs import Example
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
@@ -32,7 +33,7 @@ class SamplerSetup:
     stage: Stage[Any, Any]
     generator: ModelHandle
     sampling: Sampling
-    tokenizer: Any
+    tokenizer: Tokenizer
     max_prompt: int
     """The most tokens that an episode may begin with."""
     log_dir: Path
@@ -94,12 +95,12 @@ class EpisodeSource(Protocol):
 
     def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> EpisodesInFlight:
         """For `in_flight_updates`, which only agents allow. `episodes` is what `open` gave."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def examples(self, record: str, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
         """Rows for SFT of the conversation `name`, from an episode's `Rollout.answers`; only agents' episodes are
         made into data."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
 
 def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:

@@ -25,6 +25,7 @@ from xray_runtime.rewards.source import Score
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.methods.common.training.prompts import UniquePrompts
 
 GENERATION_BATCH = 512
@@ -63,7 +64,7 @@ def sample_all(
 def sample_groups_of(
     stage: Stage[Any, Any],
     policy: Path,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: UniquePrompts,
     chosen: Sequence[int],
     group_size: int,

@@ -69,8 +69,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
         ValueError: the dataset has no prompt that fits.
     """
     config: GroupsConfig = stage.config
-    longest = getattr(config, "max_response_tokens", config.max_new_tokens)
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, longest)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
@@ -82,7 +81,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
     sampling = sampling_of(config, policy, tokenizer)
     sources, done = RewardSources(stage), _Done()
     gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
-    generator = GeneratorSpec(policy, limit + longest, config.generator)
+    generator = GeneratorSpec(policy, limit + config.max_response_tokens, config.generator)
     with (
         stage.open_models({"generator": generator, **sources.specs()}) as models,
         open_sampler(

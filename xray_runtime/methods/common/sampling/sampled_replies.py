@@ -18,10 +18,11 @@ from xray_runtime.models.causal_lm import stops_of
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.engines.sampling_config import SamplingConfig
 
 
-def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling:
+def sampling_of(config: SamplingConfig, model: Path, tokenizer: Tokenizer) -> Sampling:
     """The sampling parameters of `config` for the checkpoint `model` with its tokenizer."""
     return Sampling.of(config, stops_of(model, tokenizer), tokenizer.pad_token_id)
 

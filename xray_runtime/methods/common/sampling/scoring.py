@@ -25,6 +25,7 @@ from xray_runtime.rewards.reward_reader import answer_rows
 from xray_runtime.rewards.source import Score, failure
 
 if TYPE_CHECKING:
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=ColumnBatch)
 
 
-def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
+def own_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """The policy's own tokens as text, without those that an episode's policy read between turns."""
     ids = rollout.response_ids
     if not rollout.are_episodes:
@@ -49,7 +50,7 @@ def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
     return found
 
 
-def reasoning_lengths(tokenizer: Any, rollout: Rollout) -> list[int]:
+def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
     """Tokens of the reasoning of each reply, in all turns of an episode, with the tokens around it."""
     form, ids = chat_format(tokenizer), [reply.tolist() for reply in rollout.response_ids]
     if not rollout.are_episodes:
@@ -71,7 +72,7 @@ def episode_scores(rollout: Rollout) -> list[Score] | None:
     return [failure(why) if why else Score(reward) for reward, why in results]
 
 
-def shown_episodes(tokenizer: Any, rollout: Rollout) -> list[str]:
+def shown_episodes(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """Each episode for display, an agent's as a conversation with its branches."""
     if "branches" not in rollout:
         return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, rollout.response_mask, strict=True)]
@@ -154,7 +155,7 @@ class Scorer:
         self,
         models: Mapping[str, ModelHandle],
         rewards: RewardSources,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
         own_reference: bool = False,

@@ -18,6 +18,7 @@ from xray_runtime.models.causal_lm import max_positions
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
 
 
@@ -56,7 +57,7 @@ def validation_file(stage: str, dataset: Path) -> Path:
 
 
 def preference_tokens(
-    stage: Stage[Any, Any], dataset: Path, tokenizer: Any, recorder: Recorder, model: Path, read: Read = "replies"
+    stage: Stage[Any, Any], dataset: Path, tokenizer: Tokenizer, recorder: Recorder, model: Path, read: Read = "replies"
 ) -> tuple[Tokens, Tokens]:
     """The tokens of the pairs to train on, and of the held-out ones, as far as both sides fit the context of `model`.
 

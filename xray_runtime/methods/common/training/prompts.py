@@ -20,6 +20,7 @@ from xray_runtime.methods.prepare.config import PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.tokenizer import Tokenizer
 
 CACHED_ROWS = 1024
 """An iteration reads the same rows several times for each reply, and every read decodes a batch of rows."""
@@ -35,7 +36,7 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     """(messages, token ids) of each distinct prompt of `pairs`, a side of a dataset, that has at most `max_prompt`
     tokens; in order of first appearance, read lazily."""
 
-    def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
+    def __init__(self, tokenizer: Tokenizer, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
         self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal, read="prompts")
         self._pair = lru_cache(CACHED_ROWS)(self._pairs.__getitem__)

@@ -29,7 +29,7 @@ CODES = {
     "manifest-inconsistent": Meaning(
         "The manifest's key does not follow from its config, parents, code and versions: it was edited.", RECOMPUTE
     ),
-    "unsafe-path": Meaning("The manifest names a file outside of its checkpoint; it was not opened.", RECOMPUTE),
+    "unsafe-path": Meaning("The manifest names a file outside its checkpoint; it was not opened.", RECOMPUTE),
     "file-added": Meaning("The checkpoint has a file that was not published with it.", "Remove it if it is harmless."),
     "file-missing": Meaning("A file of the checkpoint is gone.", RECOMPUTE),
     "file-changed": Meaning("A file's bytes are not those that were published.", RECOMPUTE),
@@ -57,7 +57,7 @@ CODES = {
         "The source file has changed since it was read; the data that was read is in the store.", ASK, is_note=True
     ),
     "code-uncommitted": Meaning(
-        "It was computed with changes that were not committed; they are in attestation/code.diff.", "", is_note=True
+        "It was computed with uncommitted changes, which are in attestation/code.diff.", "", is_note=True
     ),
     "code-unavailable": Meaning(
         "The code's commit is not in this repository.", "Fetch it, or ask who ran it.", is_note=True
@@ -87,7 +87,7 @@ def _identity(node: Node) -> Iterator[Finding]:
     try:
         key = manifest.identity.key
     except (ValueError, RecursionError):
-        # X-ray writes no such JSON: NaN, half a character.
+        # X-ray writes no such JSON: NaN, a lone surrogate.
         key = None
     if key != manifest.key:
         yield Finding(node.name, "manifest-inconsistent", "its key does not follow from its content")
@@ -177,7 +177,7 @@ def _check_commits(commits: set[str | None]) -> Iterator[Finding]:
     """Commits that this repository does not have."""
     for commit in sorted(filter(None, commits)) if (ROOT / ".git").exists() else []:
         if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
-            yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
+            yield Finding("code", "code-unavailable", "the recorded commit is not a valid commit hash")
             continue
         command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
         try:

@@ -60,9 +60,7 @@ CODES = {
         "A file that a run left (its record, report, metrics, a table, figure or page) differs from the one it signed.",
         "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
     ),
-    "file-unsigned": Meaning(
-        "A file lies among the records that no run left there.", "Remove it, and ask who put it there."
-    ),
+    "file-unsigned": Meaning("A file among the records was written by no run.", "Remove it, and ask who put it there."),
     "run-open": Meaning(
         "A run is in progress or was killed: its record is not signed yet.",
         "Run the lifecycle to its end: it signs it.",
@@ -70,13 +68,13 @@ CODES = {
     ),
     "file-unknown": Meaning("The file is not one of the records: nothing that is signed covers it.", "", is_note=True),
     "snapshot-left": Meaning(
-        "Snapshots that a stage would go on from.",
+        "Snapshots from which a stage would resume.",
         "Run the lifecycle to its end, or remove them: the stage then starts over.",
         is_note=True,
     ),
     "kept-unsealed": Meaning(
-        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
-        "X-ray. Training does not read them.",
+        "Tokens, log-probabilities, a snapshot or answers that a stage kept were planted or edited, or are of an older "
+        "version of X-ray. Training does not read them.",
         "Ask who changed it; remove it: what is needed is computed again.",
     ),
 }
@@ -85,20 +83,20 @@ CODES = {
 def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
     """Every file of the log, every record of a run, and files that are in no entry."""
     output, open_runs = store.output, view.open_runs(store.output)
-    places = {view.runs[run_id].place for run_id in view.runs}
+    directories = {view.runs[run_id].run_directory for run_id in view.runs}
     at_work = set[str]()
-    for place in sorted(places | {""}):
-        name = f"{place}/{LIFECYCLE}".lstrip("/")
-        content = read_run(output / place)
+    for directory in sorted(directories | {""}):
+        name = f"{directory}/{LIFECYCLE}".lstrip("/")
+        content = read_run(output / directory)
         run_id = str(content.get("run_id", ""))
-        if run_id in open_runs and view.runs[run_id].place == place:
+        if run_id in open_runs and view.runs[run_id].run_directory == directory:
             at_work.add(name)
             yield Finding(name, "run-open", f"run {run_id[:12]} has not ended")
             yield from _check_open(name, view.runs[run_id], content)
         elif name not in view.files and os.path.lexists(output / name):
             yield Finding(name, "run-unsigned", f"no run in {LOG} left it")
-        elif place in places and name not in view.files:
-            yield Finding(name, "run-open", "a run began, and has left no record")
+        elif directory in directories and name not in view.files:
+            yield Finding(name, "run-open", "a run began but left no record")
     for name, sha256 in sorted(view.files.items()):
         if name not in at_work and not name.startswith(f"{CHECKPOINTS}/"):
             reason = _differs(output, name, sha256)
@@ -152,7 +150,7 @@ def _differs(output: Path, name: str, sha256: str) -> str | None:
     try:
         if any(part.is_symlink() for part in inside) or not path.is_file():
             return "it is missing, or a link"
-        return None if file_sha256(path, MAX_FILE_BYTES) == sha256 else "its bytes are others"
+        return None if file_sha256(path, MAX_FILE_BYTES) == sha256 else "its bytes were changed"
     except (OSError, ValueError) as error:
         return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
 
@@ -162,7 +160,7 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
     listed = {str(parent) for name in view.files for parent in Path(name).parents}
     for entry in sorted(output.iterdir()):
         if entry.is_symlink():
-            yield Finding(entry.name, "file-link", "a link stands where a file or directory of the run belongs")
+            yield Finding(entry.name, "file-link", "a link is in place of a file or directory of the run")
         elif re.sub(BESIDE, "", entry.name) not in ROOT and entry.name not in view.files:
             yield Finding(entry.name, "file-unknown", "no run put it there")
         elif entry.name == REPORT and REPORT not in view.files:
@@ -171,7 +169,7 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             yield Finding(entry.name, "file-unsigned", "it is no directory")
         elif entry.name == SNAPSHOTS and any(entry.iterdir()):
             names = ", ".join(sorted(path.name for path in entry.iterdir())[:8])
-            yield Finding(entry.name, "snapshot-left", f"of stages that have not ended: {names}")
+            yield Finding(entry.name, "snapshot-left", f"of stages that have not finished: {names}")
         elif entry.name == CHECKPOINTS:
             for path in sorted(entry.iterdir()):
                 if not path.is_dir():

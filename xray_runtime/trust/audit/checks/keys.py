@@ -17,7 +17,7 @@ CODES = {
         "Name it with --public-key, or put it back at keys/signing.pub.",
     ),
     "key-exposed": Meaning(
-        "Others than its owner can, or could, use the key that signs.",
+        "Users other than its owner can, or could, use the signing key.",
         "Its signatures since then may be somebody else's: change the mode, rotate the key, and ask who had access.",
     ),
 }

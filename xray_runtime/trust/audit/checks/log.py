@@ -20,15 +20,15 @@ CODES = {
         "The signed log of what was published, decided and left here is gone.",
         "Restore log.jsonl from a copy. Where nothing but checkpoints is left, import them into a new directory.",
     ),
-    "log-broken": Meaning("The signed log is not whole: from here on it vouches for nothing.", ASK),
+    "log-broken": Meaning("The signed log is broken: nothing after this entry can be trusted.", ASK),
     "log-shorter": Meaning("Entries were taken off the signed log, or an older one was put in its place.", ASK),
     "checkpoint-unlogged": Meaning(
         "The signed log does not say that this checkpoint was published here.",
-        "Ask where it came from. The lifecycle that made it, run again, takes it into the log.",
+        "Ask where it came from. Running the lifecycle that made it again adds it to the log.",
     ),
     "checkpoint-missing": Meaning("A checkpoint that is recorded is not in the store.", RECOMPUTE),
     "checkpoint-new": Meaning(
-        "The signed log does not have this checkpoint yet: a run was cut short, or is at work.",
+        "The signed log does not have this checkpoint yet: a run was interrupted, or is in progress.",
         "Run the lifecycle to its end.",
         is_note=True,
     ),

@@ -21,7 +21,7 @@ CODES = {
         is_note=True,
     ),
     "mlflow-metric-earlier": Meaning(
-        "MLflow has points of an attempt that was cut short, beside those of the last.", "", is_note=True
+        "MLflow has points of an interrupted attempt, beside those of the last.", "", is_note=True
     ),
     "registry-page-unchecked": Meaning(
         "MLflow's page was written by another release with other wording; it was not compared.",
@@ -47,7 +47,7 @@ CODES = {
         "MLflow has a row that no signed record explains: somebody else wrote it.",
         "Delete it in MLflow, and ask who put it there.",
     ),
-    "mlflow-location-changed": Meaning("MLflow looks for artifacts outside of this directory.", _RESTORE),
+    "mlflow-location-changed": Meaning("MLflow looks for artifacts outside this directory.", _RESTORE),
     "tracking-unknown": Meaning(
         "MLflow's database has a table, column, view or trigger that this audit does not know.",
         "If MLflow was upgraded, use the version that X-ray requires; if not, ask who put it there.",

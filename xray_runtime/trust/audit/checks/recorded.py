@@ -68,7 +68,7 @@ def _difference(path: Path, sha256: str, hashing: bool) -> str | None:
     if path.is_symlink() or not path.is_file():
         return "it is missing, or a link" if os.path.lexists(path.parent) else "the directory is missing"
     try:
-        return "its bytes are others" if hashing and file_sha256(path, MAX_SEGMENT_BYTES) != sha256 else None
+        return "its bytes were changed" if hashing and file_sha256(path, MAX_SEGMENT_BYTES) != sha256 else None
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
 

@@ -11,7 +11,7 @@ CODES = {
         "The checkpoint is where another one belongs: directories were swapped or renamed.",
         "Rename it to its stage and the first 12 digits of its key.",
     ),
-    "duplicate": Meaning("The same checkpoint is in the store twice.", "Remove the copy whose name is not its own."),
+    "duplicate": Meaning("The same checkpoint is in the store twice.", "Remove the copy that has the wrong name."),
     "parent-missing": Meaning("A parent is not in the store: the chain ends here.", RECOMPUTE),
     "cycle": Meaning("The checkpoint is its own ancestor, which is impossible.", ASK),
     "manifest-malformed": Meaning("The list of the checkpoint's files cannot be read.", RECOMPUTE),
