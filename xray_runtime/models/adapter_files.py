@@ -36,7 +36,9 @@ def write_adapter(
     layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
     content = config.peft_fields(base, layers) | ({"base_sha256": sha256} if sha256 else {})
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / TENSORS_FILE)
+    # Copies, since safetensors refuses tensors in one memory, as an update has them.
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(held, directory / TENSORS_FILE)
 
 
 def adapter_files(checkpoint: Path) -> dict[str, Path]:

@@ -47,7 +47,7 @@ class AdapterSampler(VLLMSampler):
         from vllm.lora.request import LoRARequest
 
         self._wake(WEIGHTS)
-        engine, held = self._llm.llm_engine, {name: tensor.clone() for name, tensor in tensors}
+        engine, held = self._llm.llm_engine, dict(tensors)
         # The cache holds prefixes as the old adapter computed them.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
