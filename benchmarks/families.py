@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.family_recipes import OMIT, RECIPES, SIZES, model_type
+from benchmarks.family_recipes import OMIT, RECIPES, SIZES, is_mixture, model_type
 from benchmarks.local_models import LocalModels
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -250,7 +250,7 @@ def plan(row: Row) -> str:
 
 def _step(model: Any, rows: TextBatch, loss: str, count: Callable[[StepTotals], float]) -> float:
     totals = StepTotals.of(rows)
-    return float(get(model.train.remote(rows, totals, LR)).sums[loss]) / count(totals)
+    return float(get(model.train.remote(rows, totals, LR))[loss]) / count(totals)
 
 
 def _check_falls(losses: list[float]) -> None:
@@ -354,12 +354,16 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     results = read_results(options.results)
     wanted = [name for name in options.only or RECIPES if options.again or name not in results]
+    wanted.sort(key=is_mixture)
     if wanted:
         with tempfile.TemporaryDirectory() as root, contextlib.closing(LocalModels(RUNTIME, Path(root))) as models:
+            last = wanted[0]
             for name in wanted:
                 if time.monotonic() > end:
                     break
-                start = time.monotonic()
+                if is_mixture(name) and not is_mixture(last):
+                    models.close()  # vLLM makes a process's groups for experts with its first model
+                start, last = time.monotonic(), name
                 row = Row(name, Path(root) / model_type(name), models)
                 run_row(row)
                 today = datetime.datetime.now(datetime.UTC).date().isoformat()

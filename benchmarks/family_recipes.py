@@ -94,8 +94,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": GROUPED | LATENT,
     "gpt_oss": EXPERTS | {"sliding_window": 8},
     "llama4_text": EXPERTS | {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1},
-    "mamba": {"state_size": 16},
-    "mamba2": {"state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 1, "expand": 2},
+    "mamba": {"state_size": 16, "intermediate_size": OMIT},
+    "mamba2": {"state_size": 16, "intermediate_size": OMIT, "num_heads": 4, "head_dim": 32, "n_groups": 1, "expand": 2},
     "bloom": {"n_layer": 2, "n_head": 2},
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "rotary_dim": 16},
     "minicpm3": LATENT | {"dim_model_base": 32},
@@ -107,6 +107,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 """Row of the table → what its config has beyond or other than `SIZES`. A name goes on after a comma where several rows
 are of one `model_type`."""
+
+
+def is_mixture(row: str) -> bool:
+    """Whether a row's model has experts."""
+    return any("experts" in field for field in RECIPES[row])
 
 
 def model_type(row: str) -> str:

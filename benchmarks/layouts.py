@@ -58,13 +58,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "SP 2 × DP 2, ZeRO-3": {"sequence_parallel": 2, "num_workhorses": 4, "zero_stage": 3},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
-    "1 process, LoRA": {"lora": LORA},
-    "ZeRO-3 × 2, LoRA": {"lora": LORA, "zero_stage": 3, "num_workhorses": 2},
-    "FSDP2 × 2, LoRA": {"lora": LORA, "library": "fsdp2", "num_workhorses": 2},
-    "TP 2, LoRA": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
-    "PP 2, LoRA": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
 }
-"""Name → fields of the engine, and of `lora` where adapters are trained."""
+ADAPTED: dict[str, dict[str, Any]] = {
+    "LoRA: 1 process": {"lora": LORA},
+    "LoRA: ZeRO-3 × 2": {"lora": LORA, "zero_stage": 3, "num_workhorses": 2},
+    "LoRA: FSDP2 × 2": {"lora": LORA, "library": "fsdp2", "num_workhorses": 2},
+    "LoRA: TP 2": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
+    "LoRA: PP 2": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
+}
+"""Name → fields of the engine, and of `lora`."""
+MIXTURE = BASE.model_copy(update={"intermediate_size": 256, "num_experts": 4})
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixture: 1 process": {},
+    "mixture: ZeRO-2 × 2": {"zero_stage": 2, "num_workhorses": 2},
+    "mixture: FSDP2 × 2": {"library": "fsdp2", "num_workhorses": 2},
+    "mixture: EP 2": {"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
+    "mixture: EP 2 × DP 2": {"library": "fsdp2", "num_workhorses": 4, "expert_parallel": 2},
+}
+GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES))
+"""Models, each with its layouts; the first is what the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,11 @@ class Run:
 
 def make_model(directory: Path, base: FreshBase = BASE) -> Path:
     tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, base.vocab_size)
-    save_model(fresh_llama(base, tokenizer, seed=1), tokenizer, directory)
+    lm: Any = fresh_llama(base, tokenizer, seed=1)
+    if base.num_experts:
+        # Each micro-batch would have a loss of its own, and layouts others.
+        lm.config.output_router_logits = False
+    save_model(lm, tokenizer, directory)
     return directory
 
 
@@ -227,6 +243,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
             tp=engine.tensor_parallel,
             pp=engine.pipeline_parallel,
             dp=engine.data_parallel,
+            ep=engine.expert_parallel,
             sp=engine.sequence_parallel,
         ),
         tokens=1,
@@ -243,30 +260,39 @@ def table(num_updates: int, only: str = "") -> str:
     ]
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        model = make_model(root / "model")
-        batches = global_batches(model)
-        alone: Run | None = None
-        for name, layout in ((name, layout) for name, layout in LAYOUTS.items() if only in name):
-            run = run_layout(spec_of(model, layout), batches, num_updates, root / "logs")
-            alone = run if alone is None or name.startswith("1 process") else alone
-            figures = " | ".join(f"{d:.1e}" if run is not alone else "–" for d in differences(run, alone))
-            held = max(sum(rank.values()) for rank in run.held) / 1e6
-            loading = max(run_ranks(spec_of(model, layout), root / "logs", most_loading, kind=LoadedLearner)) / 1e6
-            memory = predicted(model, layout)
-            states = (memory.weights + memory.gradients + memory.optimizer) / 1e6
-            most = (memory.weights + memory.loading) / 1e6
-            lines.append(
-                f"| {name} | {figures} | {held:.1f} | {states:.1f} | {loading:.1f} | {most:.1f} | {run.seconds:.2f} |"
-            )
-            print(lines[-1], flush=True)
+        for base, layouts in GROUPS:
+            chosen = {name: layout for name, layout in layouts.items() if only in name}
+            _rows(root, base, chosen, num_updates, lines)
     return "\n".join(lines)
+
+
+def _rows(root: Path, base: FreshBase, layouts: dict[str, dict[str, Any]], num_updates: int, lines: list[str]) -> None:
+    if not layouts:
+        return
+    model = make_model(root / str(len(lines)), base)
+    batches = global_batches(model)
+    alone: Run | None = None
+    for name, layout in layouts.items():
+        run = run_layout(spec_of(model, layout), batches, num_updates, root / "logs")
+        alone = alone or run
+        figures = " | ".join(f"{d:.1e}" if run is not alone else "–" for d in differences(run, alone))
+        held = max(sum(rank.values()) for rank in run.held) / 1e6
+        loading = max(run_ranks(spec_of(model, layout), root / "logs", most_loading, kind=LoadedLearner)) / 1e6
+        memory = predicted(model, layout)
+        states = (memory.weights + memory.gradients + memory.optimizer) / 1e6
+        most = (memory.weights + memory.loading) / 1e6
+        lines.append(
+            f"| {name} | {figures} | {held:.1f} | {states:.1f} | {loading:.1f} | {most:.1f} | {run.seconds:.2f} |"
+        )
+        print(lines[-1], flush=True)
 
 
 TEXT = """# Training layouts, compared
 
 Made by `python -m benchmarks.layouts --out docs/layouts.md` (CPU, gloo, float32, one thread a process). Under each
-layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on the same {batches} global batches of
-{rows} ragged rows, in micro-batches of at most {tokens} tokens. Largest relative differences from one process:
+layout {updates} PPO updates of a Llama of 4.7M parameters, below of a mixture of four experts, with a value head, on
+the same {batches} global batches of {rows} ragged rows, in micro-batches of at most {tokens} tokens. Largest relative
+differences from one process:
 
 - *loss*: of any update's loss, relative to the largest loss;
 - *gradient norm*: of any update's global norm before clipping;

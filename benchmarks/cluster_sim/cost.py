@@ -8,7 +8,8 @@ from typing import Literal
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.engines.roles import Use
 from xray_runtime.models.shapes import from_parameter_count
-from xray_runtime.ops.planner.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
+from xray_runtime.ops.planner.cost import GPUS, iteration_seconds, score_seconds
+from xray_runtime.ops.planner.disk import SNAPSHOT_BYTES
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.model_states import HALF_BYTES
 from xray_runtime.ops.planner.workload import Role, Workload

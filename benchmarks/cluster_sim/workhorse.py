@@ -27,7 +27,7 @@ from xray_runtime.engines.sync.route import Device
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.store.shards import Piece, Shard, index_path, read_shards, shard_problem
-from xray_runtime.ops.planner.cost import SNAPSHOT_BYTES
+from xray_runtime.ops.planner.disk import SNAPSHOT_BYTES
 from xray_runtime.ops.planner.model_states import HALF_BYTES
 
 ELEMENT_BYTES = 4

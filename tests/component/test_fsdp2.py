@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,8 @@ from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines import states
+from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
@@ -122,12 +125,13 @@ def test_bfloat16_passes_step_float32_weights(tiny_model: Path, batches: list[Te
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in exported)
 
 
-def mixture(directory: Path, tiny_model: Path) -> Path:
+def mixture(directory: Path, tiny_model: Path, **options: Any) -> Path:
     """A mixture of experts with a loss of its own, an output layer of its own and uneven rows on two ranks."""
+    options = {"num_experts": 3, "output_router_logits": True} | options
     config = transformers.Qwen3MoeConfig(
         vocab_size=321, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=3, num_experts_per_tok=2,
-        max_position_embeddings=64, output_router_logits=True, tie_word_embeddings=False,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
+        max_position_embeddings=64, tie_word_embeddings=False, **options,
     )  # fmt: skip
     torch.manual_seed(5)
     save_model(transformers.Qwen3MoeForCausalLM(config), load_tokenizer(tiny_model), directory)
@@ -150,6 +154,50 @@ def test_a_mixture_of_experts_learns_as_under_zero(tiny_model: Path, batches: li
     assert any("experts" in name for name in zero)
     for name, whole in zero.items():
         assert np.linalg.norm(fsdp2[name] - whole) < 5e-5 * np.linalg.norm(whole), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_experts_learn_as_one_process(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
+) -> None:
+    """Gradients are those of float64, and another layout goes on from the snapshot."""
+    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
+    spec, place = spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32), tmp_path / "snapshot"
+    run_ranks(spec, tmp_path, part, batches, range(1), None, place)
+
+    module = HeadedLM(load_model(model), scalar_head=True).double().eval()
+    module.lm.set_experts_implementation("eager")
+    rows = as_tensors(batches[0])
+    training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
+    named = {states.hugging_face_name(name): p for name, p in module.named_parameters()}
+    assert norm > CONFIG.grad_clip
+    with states.Reader(place) as saved:
+        for name, parameter in named.items():
+            assert parameter.grad is not None
+            # Adam's first moment after one step is (1 − β₁) of the clipped gradient.
+            moment = saved.read("exp_avg", name, Piece.of(tuple(parameter.shape))).double() / (1 - CONFIG.betas[0])
+            difference = torch.linalg.norm(moment - parameter.grad.flatten())
+            assert difference <= 1e-5 * torch.linalg.norm(parameter.grad) + 1e-9, name
+
+    alone_spec = spec_of(model, {}, 32)
+    alone = run_layout(alone_spec, batches, NUM_UPDATES, tmp_path)
+    run = collect(spec, run_ranks(spec, tmp_path, part, batches, range(NUM_UPDATES), None, None))
+    same(run, alone)
+    moved = collect(alone_spec, run_ranks(alone_spec, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
+    assert differences(Run(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [(3, "engine.expert_parallel: 2 is not allowed: it must divide the model's 3 experts"), (0, "has no experts")],
+)
+def test_experts_that_cannot_be_shared_are_refused(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, experts: int, message: str
+) -> None:
+    model = mixture(tmp_path / "mixture", tiny_model) if experts else tiny_model
+    with pytest.raises(Exception, match=re.escape(message)):
+        run_ranks(spec_of(model, FSDP2 | {"expert_parallel": 2}), tmp_path, part, batches, range(1), None, None)
 
 
 @pytest.fixture(scope="module")

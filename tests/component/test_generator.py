@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.component.layouts import short_of
@@ -28,11 +29,12 @@ from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.object_store import WeightTransferError, pack
 from xray_runtime.engines.sync.versioned import StaleWeightsError
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.engines.trainers.fsdp2.config import FSDP2Config
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.causal_lm import load_tokenizer, save_model
 from xray_runtime.models.objectives import ReferenceObjective
 
 ENGINES = {
@@ -236,8 +238,42 @@ def test_replicas_answer_as_one(tiny_model: Path, prompts: PromptBatch, cluster:
 
 def test_a_sharded_policy_is_followed(models: dict[str, Any], tiny_model: Path, prompts: PromptBatch) -> None:
     """Parameters that ZeRO-3 has cut over two Workhorses."""
+    follows(models, tiny_model, prompts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_mixture_whose_experts_are_shared_is_followed(
+    cluster: None, tiny_model: Path, prompts: PromptBatch, tmp_path: Path, kind: str
+) -> None:
+    """Each Workhorse has two of four experts; vLLM lays its own out anew."""
+    model = mixture(tmp_path / "model", tiny_model, kind)
+    engine = FSDP2Config(num_workhorses=2, expert_parallel=2)
+    training = PPOStageConfig(temperature=SAMPLING.temperature, engine=engine)
+    specs: dict[str, Any] = {
+        "generator": GeneratorSpec(model, 32, GeneratorConfig()),
+        "policy": ModelSpec(model, PPOObjective(training), training=training, new_head=True),
+    }
+    with open_models(RUNTIME, tmp_path / "logs", specs) as opened:
+        follows(opened, model, prompts)
+
+
+def mixture(directory: Path, tiny_model: Path, kind: str) -> Path:
+    """A small random mixture of four experts."""
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=320, hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False, sliding_window=None,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    save_model(transformers.AutoModelForCausalLM.from_config(config), load_tokenizer(tiny_model), directory)
+    return directory
+
+
+def follows(models: dict[str, Any], directory: Path, prompts: PromptBatch) -> None:
+    """The generator samples by the policy's weights after an update, and says so."""
     generator, policy = models["generator"], models["policy"]
-    ray.get(generator.load_checkpoint.remote(tiny_model, 0))
+    ray.get(generator.load_checkpoint.remote(directory, 0))
     before = generate(models, prompts, 0)
     rows = _with_replies(prompts, before)
     scores = ray.get(policy.score.remote(rows))

@@ -26,19 +26,18 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.sequence_parallel import SequenceRanks
 from xray_runtime.ops.planner.memory import Layout, activation_bytes
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"num_key_value_heads": 4},
     "qwen2": {"num_key_value_heads": 1},
 }
-"""Four heads, and fewer key-value heads than ranks, as many, and more; one model has a loss of its own."""
+"""Of four heads; by default two for keys and values."""
 BASE = FreshBase(
     vocab_size=320, hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=48, max_positions=64
 )
 TRAINED: dict[str, Callable[[], Objective]] = OBJECTIVES | {"sft": SFTObjective}
 MICRO_BATCHES = [[0, 2, 6], [4, 1, 5], [3]]
-"""Of 23, 16 and 3 tokens, which no number of ranks divides."""
+"""Of 21, 14 and 3 tokens; with shared prompts 13, 11 and 3."""
 
 
 def computed(name: str, ranks: SequenceRanks | None = None) -> dict[str, Any]:
@@ -69,8 +68,15 @@ def shared_by_ranks(learner: Learner, deal: Any, name: str) -> dict[str, Any]:
     return computed(name, learner.module.sequence_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("llama", 4),
+        ("qwen3", 2),
+        pytest.param("qwen2", 2, marks=pytest.mark.long),
+        pytest.param("qwen2", 4, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_that_share_tokens_compute_what_one_process_does(tmp_path: Path, name: str, num_ranks: int) -> None:
     """All have the same losses and scores, and their gradients add up."""
     layout = {"library": "fsdp2", "sequence_parallel": num_ranks, "num_workhorses": num_ranks}

@@ -11,4 +11,4 @@ def train(sums: xray.Handle, sft: xray.Handle) -> None:
         xray.sft(sft, promts=sums)  # type: ignore[call-arg]
         xray.ppo(sft, prompts=sums, method="grpoo")  # type: ignore[arg-type]
         xray.ppo(sft, prompts=sums, kl={"coeff": 0.01})  # type: ignore[typeddict-unknown-key]
-        xray.reward(verifier={"kind": "maths", "column": "answer"})  # type: ignore[misc]
+        xray.reward(verifier={"kind": "maths", "column": "answer"})  # type: ignore[arg-type, misc]

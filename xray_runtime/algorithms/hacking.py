@@ -17,10 +17,10 @@ Points = Mapping[str, float]
 
 GOLD = "gold"
 JUDGE, LENGTH, REPETITION, PHRASE, KL, ENSEMBLE = "judge", "length", "repetition", "phrase", "kl", "ensemble"
-SILENT = "silent"
+SILENT, ROUTER = "silent", "router"
 SOURCE = "reward/source/"
-REPEATED, COMMON = "rollout/distinct_in_reply", "rollout/common_phrase"
-WATCHED = ("reward/gold", SOURCE, "rollout/length", "kl/reference_k1", REPEATED, COMMON)
+REPEATED, COMMON, ROUTED = "rollout/distinct_in_reply", "rollout/common_phrase", "router/entropy"
+WATCHED = ("reward/gold", SOURCE, "rollout/length", "kl/reference_k1", REPEATED, COMMON, ROUTED)
 """Beginnings of the metrics that are compared."""
 PHRASE_TOKENS = 3
 PHRASE_RISE = 0.25
@@ -36,6 +36,7 @@ class Bounds(Protocol):
     min_distinct_ratio: float
     common_phrase: float
     max_kl_per_token: float
+    min_router_entropy: float
     max_disagreement_ratio: float
 
 
@@ -48,8 +49,8 @@ class Sign:
     """Something that speaks for a hacked reward."""
 
     name: str
-    """`judge/SOURCE/JUDGE`, `silent/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`; a metric is
-    `hacking/NAME`."""
+    """`judge/SOURCE/JUDGE`, `silent/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`, `router`; a
+    metric is `hacking/NAME`."""
     text: str
     """The observation, in plain words."""
 
@@ -82,6 +83,8 @@ def signs(
         names.append(PHRASE)
     if "kl/reference_k1" in late and not _per_token(late) <= bounds.max_kl_per_token:
         names.append(KL)
+    if _known(early, late, ROUTED) and not late[ROUTED] >= bounds.min_router_entropy * early[ROUTED]:
+        names.append(ROUTER)
     for source, weight in weights.items():
         metric = f"{SOURCE}{source}/disagreement"
         known = weight and _known(early, late, metric)
@@ -135,6 +138,11 @@ def describe(name: str, early: Points, late: Points) -> str:
         return (
             f"{late[COMMON]:.0%} of the replies hold the same {PHRASE_TOKENS} tokens in a row, at first at most "
             f"{early[COMMON]:.0%}"
+        )
+    if kind == ROUTER:
+        return (
+            f"routers collapse: the loads of their experts have {late[ROUTED]:.0%} of the entropy of even ones, at "
+            f"first {early[ROUTED]:.0%}"
         )
     return f"the policy is {_per_token(late):.2f} nats a token from the reference"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.training_config import TrainingConfig
@@ -13,8 +13,6 @@ from xray_runtime.engines.training_config import TrainingConfig
 if TYPE_CHECKING:
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
-
-S = TypeVar("S")
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.learner")
 """Modules that run it, so that a stage's key digests their code."""
@@ -88,13 +86,9 @@ class ModelSpec:
         return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
 
 
-def scored_together(specs: Mapping[str, S], beside: int = 0) -> dict[str, S]:
-    """`specs`, whose models, generators apart, score at the same time, and `beside` others work."""
-    count = beside + sum(isinstance(spec, ModelSpec) for spec in specs.values())
-    return {
-        role: replace(spec, scoring_at_once=count) if isinstance(spec, ModelSpec) else spec
-        for role, spec in specs.items()
-    }
+def scored_together(specs: Mapping[str, ModelSpec], beside: int = 0) -> dict[str, ModelSpec]:
+    """`specs`, whose models score at the same time while `beside` others work."""
+    return {role: replace(spec, scoring_at_once=len(specs) + beside) for role, spec in specs.items()}
 
 
 def _located(head: Path | None, find: Callable[[Path], Path]) -> Path | None:

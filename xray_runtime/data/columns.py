@@ -135,6 +135,15 @@ STATISTICS = (
         "methods.ppo.update",
         "KL to the policy before the update, by k3",
     ),
+    *(
+        listed(f"router_{name}", "number", "float", "models.objectives", "methods.common.training.steps", meaning)
+        for name, meaning in (
+            ("tokens", "of a mixture of experts: tokens of which these are sums"),
+            ("max_load", "largest load of an expert over the mean one, of a micro-batch, mean over layers"),
+            ("entropy", "entropy of the loads over that of even ones"),
+            ("idle", "share of experts that no token took"),
+        )
+    ),
     listed("value_loss", "number", "float", _CRITIC, "methods.ppo.metrics", "sum over tokens"),
     listed(
         "value_clip_count",

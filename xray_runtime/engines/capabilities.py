@@ -44,6 +44,8 @@ class TrainerCapabilities:
     """Ranks share each layer's matrices."""
     pipeline_parallel: bool = False
     """Ranks share the layers."""
+    expert_parallel: bool = False
+    """Ranks share each layer's experts."""
     sequence_parallel: bool = False
     """Ranks share the tokens of each row; it sums gradients over them as over data-parallel ranks."""
     activation_checkpointing: bool = False

@@ -158,14 +158,22 @@ class EngineConfig(ComputedConfig, PlugSection):
     precision: Precision = "auto"
     """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated and saved in
     float32. `auto`: `bfloat16` on CUDA, and `float32` on CPU and where the trainer needs it."""
+    expert_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of data-parallel Workhorses that share each layer's experts: a token goes to those that hold its own."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, bit-identical results."""
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for field in ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "activation_checkpointing"):
+        degrees = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel")
+        for field in (*degrees, "activation_checkpointing"):
             if getattr(self, field) != EngineConfig.model_fields[field].default:
                 self.require(field, f"{field} = {getattr(self, field)}")
+        if self.data_parallel % self.expert_parallel:
+            degree, ranks = self.expert_parallel, self.data_parallel
+            raise ValueError(f"expert_parallel = {degree} must divide the {ranks} data-parallel Workhorses")
+        if self.expert_parallel > 1 and self.sequence_parallel > 1:
+            raise ValueError("expert_parallel above 1 is not supported with sequence_parallel above 1")
         if (sharding := self.capabilities.sharding) is not None:
             self.check_sharding(self.sharding_level, sharding.split_levels)
         return self

@@ -14,7 +14,9 @@ from xray_runtime.models.lora import LoRAConfig
 
 Use = Literal["trained", "frozen", "sampled"]
 ALL_USES: tuple[Use, ...] = get_args(Use)
-CHOSEN = ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel", "sequence_parallel")
+CHOSEN = (
+    *("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"),
+)
 """The fields of a layout that `auto` chooses."""
 
 

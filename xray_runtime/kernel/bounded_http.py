@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cache
 from typing import Any
 
 import httpx
@@ -15,6 +16,9 @@ import httpx
 PLAIN = {"Accept-Encoding": "identity"}
 """Header of every request."""
 MAX_ANSWER_BYTES = 2**24
+
+certificates = cache(httpx.create_ssl_context)
+"""Shared by all clients, since making it reads all certificates."""
 
 
 class AnswerError(httpx.HTTPError):

@@ -28,6 +28,7 @@ from xray_runtime.models.adapter_files import with_adapter
 from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
+from xray_runtime.models.fresh import fresh_llama as fresh_llama
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -37,38 +38,13 @@ from xray_runtime.models.source_checks import (
     left_out,
 )
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
-from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 
 if TYPE_CHECKING:
     from xray_runtime.data.tokenizer import Tokenizer
-    from xray_runtime.models.config import FreshBase
 
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
-
-
-def fresh_llama(config: FreshBase, tokenizer: Tokenizer, seed: int) -> nn.Module:
-    """A Llama with random weights for `tokenizer`, the same for the same seed."""
-    import_transformers()
-    llama = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        lm: nn.Module = transformers.LlamaForCausalLM(llama)
-        return lm
 
 
 class Pretrained(NamedTuple):
@@ -352,5 +328,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     is_plain = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
     # Choosing a class imports 3,000 modules (pandas, scipy, torch's compiler): 5 CPU seconds of every stage.
     if is_plain and ("model_type" not in model or family_of(model["model_type"]).plain_tokenizer):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
-    return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+        kind: Any = transformers.PreTrainedTokenizerFast
+    else:
+        kind = transformers.AutoTokenizer
+    loaded: Tokenizer = kind.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+    return loaded

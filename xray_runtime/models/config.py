@@ -13,7 +13,8 @@ HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 class FreshBase(Section):
-    """A small Llama with random weights and a byte-level BPE tokenizer trained on the training conversations."""
+    """A small Llama, or with experts a small Qwen3-MoE, with random weights and a byte-level BPE tokenizer trained on
+    the training conversations."""
 
     kind: Literal["fresh"] = "fresh"
     vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
@@ -23,6 +24,10 @@ class FreshBase(Section):
     num_heads: Annotated[int, Field(ge=1)] = 5
     num_kv_heads: Annotated[int, Field(ge=1)] = 5
     intermediate_size: Annotated[int, Field(ge=16)] = 448
+    num_experts: Annotated[int, Field(ge=0, le=512)] = 0
+    """Experts of each layer, of `intermediate_size` each; 0: there are none."""
+    num_experts_per_tok: Count = 2
+    """Experts that a token takes."""
     max_positions: Annotated[int, Field(ge=32)] = 512
     """Longest sequence the model accepts, in tokens."""
 
@@ -32,6 +37,10 @@ class FreshBase(Section):
             raise ValueError(
                 f"hidden_size = {self.hidden_size} over num_heads = {self.num_heads} must be a head size that vLLM "
                 f"runs on CPU: one of {', '.join(map(str, HEAD_SIZES))}"
+            )
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise ValueError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} must be at most num_experts = {self.num_experts}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be divisible by num_kv_heads = {self.num_kv_heads}")

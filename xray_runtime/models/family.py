@@ -90,6 +90,8 @@ class Auxiliary:
     """(output, config) → the loss of these tokens, of any number of sequences."""
     coefficient: Callable[[HFConfig], float]
     """Its weight in the whole loss, by the config; 0: it is off."""
+    statistics: Callable[[tuple[Tensor, ...], HFConfig], dict[str, Tensor]]
+    """(output, config) → sums over these tokens for the log, whether the loss is on or off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ class Family:
     """transformers' attention that computes all of a config's; "eager" where it caps scores. Where transformers has no
     "sdpa" for a class, "eager" is taken anyway."""
     auxiliary: Auxiliary | None = None
+    chosen: str = "num_experts_per_tok"
+    """The config's field with the number of experts that a token takes."""
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""
     megatron: Callable[[HFConfig], bool] = lambda config: False

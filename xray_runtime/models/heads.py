@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
+from xray_runtime.models.noted_passes import NotedPasses
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
@@ -69,9 +70,12 @@ class HeadedLM(nn.Module):
             nn.init.zeros_(self.scalar.bias)
         family = family_of(lm.config.model_type)
         self.parts, self._logits = family.parts, family.logits(lm.config)
-        self.auxiliary = family.auxiliary if family.auxiliary and family.auxiliary.coefficient(lm.config) else None
+        known = family.auxiliary
+        self.noted = known if known and hasattr(lm.config, known.option) else None
+        """The output of its own that training notes."""
+        self.auxiliary = self.noted if self.noted and self.noted.coefficient(lm.config) else None
         """The model's own loss, if its config asks for one."""
-        self._auxiliary_losses: list[Tensor] | None = None
+        self.passes: NotedPasses | None = None
         self.sequence_ranks: SequenceRanks | None = None
         """Those that share the tokens of each micro-batch, set by `share_sequences`."""
         self.packs = can_pack(lm)
@@ -174,39 +178,36 @@ class HeadedLM(nn.Module):
 
     def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Any:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
-        if self._auxiliary_losses is not None and torch.is_grad_enabled():
+        if self.passes is not None and torch.is_grad_enabled():
             backbone = functools.partial(self._noted, backbone, lengths)
         if self.packs:
             return packed_states(backbone, lengths, prompts, self.sequence_ranks, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
-    def noting_auxiliary(self) -> HeadedLM:
-        """A module with the same weights, whose passes with gradients note their auxiliary losses."""
+    def noting_passes(self) -> HeadedLM:
+        """A module with the same weights, whose passes with gradients are noted, where it has something to note."""
+        if self.noted is None:
+            return self
         # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
         # whole new ones.
         module = HeadedLM.__new__(HeadedLM)
-        module.__dict__ = self.__dict__ | {"_auxiliary_losses": list[Tensor]()}
+        module.__dict__ = self.__dict__ | {"passes": NotedPasses(self.noted, self.lm.config)}
         return module
 
-    def auxiliary_loss(self) -> Tensor:
-        """The auxiliary loss [] of all passes since `noting_auxiliary`, times its coefficient."""
-        assert self.auxiliary is not None
-        assert self._auxiliary_losses is not None
-        return self.auxiliary.coefficient(self.lm.config) * torch.stack(self._auxiliary_losses).sum()
-
     def _noted(self, backbone: Any, lengths: Tensor, **inputs: Any) -> Any:
-        """The output of `backbone`, after its auxiliary loss was noted; tokens that pad do not count."""
-        assert self.auxiliary is not None
-        assert self._auxiliary_losses is not None
-        out = backbone(**inputs, **{self.auxiliary.option: True})
-        parts: tuple[Tensor, ...] = getattr(out, self.auxiliary.output)
+        """The output of `backbone`, after it was noted; tokens that pad do not count."""
+        assert self.passes is not None
+        out = backbone(**inputs, **{self.passes.option: True})
+        parts: tuple[Tensor, ...] = getattr(out, self.passes.output)
         if (ranks := self.sequence_ranks) is not None:
-            num_tokens = len(inputs["trees"].computed)
-            parts = tuple(ranks.whole(part, num_tokens) for part in parts)
-        if not self.packs:
+            parts = tuple(ranks.whole(part, len(inputs["trees"].computed)) for part in parts)
+        if self.packs:
+            # A shared prompt, computed once, counts in each of its sequences.
+            parts = tuple(part[inputs["trees"].given] for part in parts)
+        else:
             parts = tuple(unpad(part.view(len(lengths), -1, part.shape[-1]), lengths) for part in parts)
-        self._auxiliary_losses.append(self.auxiliary.loss(parts, self.lm.config))
+        self.passes.add(parts)
         return out
 
     def keep_stage(self, layers: range) -> None:
@@ -225,7 +226,7 @@ class HeadedLM(nn.Module):
             lm.set_submodule(parts.head, BorrowedHead(lm.get_submodule(parts.head).weight))
         if layers.start > 0:
             lm.set_submodule(parts.embeddings, nn.Identity())
-        self.stage, self.frozen_layers = layers, layers.start
+        self.stage, self.frozen_layers, self.noted = layers, layers.start, None
         if self.adapters is not None:
             self.adapters.keep(lm)
 

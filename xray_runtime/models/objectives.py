@@ -117,8 +117,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     if not any(component.coef(totals) for component in components):
         raise ValueError(f"{type(objective).__name__}: the coefficient of every component of its loss is 0")
     if module.auxiliary is not None:
-        module = module.noting_auxiliary()
         components.append(Auxiliary())
+    module = module.noting_passes()
     forward = objective.forward(module, rows)
     parts: list[Tensor] = []
     sums: Tensors = {}
@@ -130,6 +130,8 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
             sums[component.logged] = total.detach()
         if coef:
             parts.append(coef * total / component.count(totals))
+    if module.passes is not None:
+        sums |= module.passes.statistics()
     return Loss(sum(parts[1:], parts[0]), sums)
 
 
@@ -139,7 +141,8 @@ class Auxiliary(Component[Forward[Any]]):
     counted = "rows"
 
     def terms(self, forward: Forward[Any], totals: StepTotals) -> Terms:
-        return Terms(forward.module.auxiliary_loss() * len(forward.rows))
+        assert forward.module.passes is not None
+        return Terms(forward.module.passes.loss() * len(forward.rows))
 
 
 def sequences(rows: Texts) -> Texts:

@@ -206,7 +206,7 @@ def can_pack(lm: Any) -> bool:
     """Whether the model's attention can be ours: its family says so, and its config asks for no sliding windows."""
     config = lm.config
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or [])
-    return family_of(config.model_type).packs and not windows and getattr(config, "sliding_window", None) is None
+    return family_of(config.model_type).packs and not windows and not getattr(config, "sliding_window", None)
 
 
 def use_packed_attention(lm: Any) -> None:

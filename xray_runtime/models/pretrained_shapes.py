@@ -12,7 +12,7 @@ from xray_runtime.kernel.store.hub import check_on_hub
 from xray_runtime.kernel.store.location import locate
 from xray_runtime.models.built_shapes import built_shape
 from xray_runtime.models.config import PretrainedBase
-from xray_runtime.models.shapes import KNOWN_CONFIGS, MIXTURE, ModelShape, from_hf_config, is_complete
+from xray_runtime.models.shapes import KNOWN_CONFIGS, ModelShape, from_hf_config, is_complete
 
 
 def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelShape:
@@ -22,10 +22,10 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
         field: config field that names it; errors begin with it.
 
     Raises:
-        ValueError: it cannot be found, read or built, or is a mixture of experts; one line.
+        ValueError: it cannot be found, read or built; one line.
     """
-    if config.model in KNOWN_CONFIGS and not Path(config.model).exists():
-        return from_hf_config(KNOWN_CONFIGS[config.model])
+    if (known := KNOWN_CONFIGS.get(config.model)) and not Path(config.model).exists():
+        return from_hf_config(known) if is_complete(known) else built_shape(config.model, known)
     check_on_hub(config.model, field, "model")
     name, gguf = locate(config.model, field)
     try:
@@ -58,7 +58,7 @@ def _from_gguf(path: Path) -> ModelShape:
         return int(field(f"{family}.{key}"))
 
     if f"{family}.expert_count" in reader.fields and number("expert_count") > 0:
-        raise ValueError(MIXTURE.format(family))
+        raise ValueError(f"a {family!r} model in a .gguf file has experts, which are not counted there")
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     hidden, heads = number("embedding_length"), number("attention.head_count")
     shape = ModelShape(

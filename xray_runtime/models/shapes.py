@@ -6,6 +6,7 @@ parameters. Weights are never read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,6 @@ from xray_runtime.models.context import positions
 from xray_runtime.models.family import LayerSizes, family_of
 from xray_runtime.models.lora import LINEAR_LAYERS
 
-MIXTURE = "a {!r} model has experts: mixtures of experts cannot be planned, so write its layouts out"
 _FIELDS = (
     "model_type",
     "hidden_size",
@@ -41,8 +41,49 @@ _ROWS: dict[str, tuple[Any, ...]] = {
     "Qwen/Qwen3-32B": ("qwen3", 5120, 25_600, 64, 64, 8, 128, 151_936, False, 40_960),
     "meta-llama/Llama-3.1-70B": ("llama", 8192, 28_672, 80, 64, 8, 128, 128_256, False, 131_072),
 }
-KNOWN_CONFIGS: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, row, strict=True)) for name, row in _ROWS.items()}
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-30B-A3B": {
+        **dict(zip(_FIELDS, ("qwen3_moe", 2048, 6144, 48, 32, 4, 128, 151_936, False, 40_960), strict=True)),
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    },
+    "mistralai/Mixtral-8x7B-v0.1": {
+        **dict(zip(_FIELDS, ("mixtral", 4096, 14_336, 32, 32, 8, 128, 32_000, False, 32_768), strict=True)),
+        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+    },
+    # Their configs in transformers are these models' by default.
+    "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3", "max_position_embeddings": 163_840},
+    "openai/gpt-oss-120b": {"model_type": "gpt_oss"},
+}
+KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: dict(zip(_FIELDS, row, strict=True)) for name, row in _ROWS.items()},
+    **_MIXTURES,
+}
 """Hub name → the fields of its `config.json` that a plan needs, so that common models are planned without a network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a mixture, of which routers choose some for each token; shared ones, which all tokens take, are
+    not among them."""
+
+    number: int
+    """Experts of one layer."""
+    chosen: int
+    """Those of one token in one layer."""
+    width: int
+    """The intermediate size of one."""
+    num_layers: int
+    """Layers that have experts."""
+    parameters: int
+    """Parameters of all of them, in all layers."""
+
+    def largest_tensor(self, hidden: int) -> int:
+        """Elements of a layer's gates and up projections, which are one tensor."""
+        return self.number * 2 * self.width * hidden
+
+    def taken(self, tokens: float) -> float:
+        """The share of a layer's experts that `tokens` tokens take, where routers treat all alike."""
+        return 1.0 - math.pow(1.0 - self.chosen / self.number, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +111,11 @@ class ModelShape:
     """Its context in tokens; None: unknown."""
     family: str = "llama"
     """Hugging Face's `model_type`."""
+    cached_features: int | None = None
+    """Features that a generator caches of a token in one layer, if they are latent (DeepSeek-AI 2024); None: keys and
+    values."""
+    experts: Experts | None = None
+    """Those of a mixture, whose `intermediate_size` is that of all that a token takes in one layer."""
 
     @property
     def embedding_parameters(self) -> int:
@@ -94,19 +140,48 @@ class ModelShape:
         outside = embeddings + self.hidden_size + self.extra_parameters
         return self.num_layers * self.layer_parameters() + outside
 
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts that a token does not take."""
+        if self.experts is None:
+            return 0
+        return self.experts.parameters // self.experts.number * (self.experts.number - self.experts.chosen)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute one token."""
+        return self.num_parameters - self.idle_parameters
+
 
 def from_fresh(config: FreshBase) -> ModelShape:
-    """The shape of our own small Llama, at its largest vocabulary."""
+    """The shape of our own small model, at its largest vocabulary."""
+    experts, head = None, config.hidden_size // config.num_heads
+    if (number := config.num_experts) > 0:
+        matrices = 3 * config.hidden_size * config.intermediate_size
+        experts = Experts(
+            number=number,
+            chosen=config.num_experts_per_tok,
+            width=config.intermediate_size,
+            num_layers=config.num_layers,
+            parameters=config.num_layers * number * matrices,
+        )
+        attention = 2 * config.hidden_size * head * (config.num_heads + config.num_kv_heads)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_size=config.hidden_size // config.num_heads,
-        intermediate_size=config.intermediate_size,
+        head_size=head,
+        intermediate_size=config.intermediate_size * (experts.chosen if experts else 1),
         vocab_size=config.vocab_size,
         tied=True,
         max_positions=config.max_positions,
+        # Norms of queries and keys; routers.
+        extra_layer_parameters=2 * head if experts else 0,
+        extra_norm_width=head * (config.num_heads + config.num_kv_heads) if experts else 0,
+        layer_matrices=attention + number * (matrices + config.hidden_size) if experts else None,
+        family="qwen3_moe" if experts else "llama",
+        experts=experts,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from xray_runtime.kernel.bounded_http import PLAIN, AnswerError, beginning, parsed, read_async
+from xray_runtime.kernel.bounded_http import PLAIN, AnswerError, beginning, certificates, parsed, read_async
 from xray_runtime.kernel.credentials import key_header
 from xray_runtime.rewards.source import Score, described, failure
 
@@ -57,7 +57,8 @@ def ask_all(config: RemoteConfig, path: str, requests: Sequence[Any], read: Call
 
     async def ask_each() -> list[T | Score]:
         # httpx only limits single reads, hence the limit above.
-        async with httpx.AsyncClient(headers=key_header(config.url) | PLAIN, timeout=config.timeout_s) as client:
+        headers = key_header(config.url) | PLAIN
+        async with httpx.AsyncClient(headers=headers, timeout=config.timeout_s, verify=certificates()) as client:
             return list(await asyncio.gather(*(ask(client, *one) for one in enumerate(requests))))
 
     return asyncio.run(ask_each())

@@ -31,6 +31,16 @@ def planned(*arguments: str) -> dict[str, Any]:
     return content
 
 
+def test_a_mixture_says_what_a_token_takes() -> None:
+    content = planned("configs/moe.yaml", "--devices", "2", "--memory-gib", "4")
+    experts = content["experts"]
+    assert (experts["number"], experts["chosen"], experts["num_layers"]) == (8, 2, 2)
+    # Three matrices of 64 · 64 in each of two layers' experts, of which a token leaves six in eight idle.
+    assert experts["parameters"] == 2 * 8 * 3 * 64 * 64
+    assert content["parameters"] - content["active_parameters"] == 2 * 6 * 3 * 64 * 64
+    assert experts["tokens_each"] == content["micro_batch_tokens"] * 2 / 8
+
+
 PAPER = ("--params", "7.5e9", "--devices", "64", "--memory-gib", "80")
 
 
@@ -47,7 +57,7 @@ def test_the_json_contract() -> None:
     roles = {"policy", "reference", "critic", "reward", "generator"}
     assert content["layout"].keys() == content["memory_gb"].keys() == content["breakdown_gb"].keys() == roles
     for name, layout in content["layout"].items():
-        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "checkpointing", "num_devices"}
+        assert layout.keys() == {"zero_stage", "tp", "pp", "dp", "ep", "sp", "checkpointing", "num_devices"}
         assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
         parts = dict(content["breakdown_gb"][name])
         loading = parts["weights"] + parts["process"] + parts.pop("loading")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.message_texts import Messages as MessageTexts
 from tests.unit.data.encoding import encode_replies, template
@@ -402,6 +402,8 @@ def test_a_real_models_rows_and_replies_are_those_of_transformers() -> None:
     assert found is not None
     assert found.submodule_search_locations
     file = next(Path(found.submodule_search_locations[0]).rglob("*.gguf"))
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     messages = [said(r, t) for r, t in zip(("user", "assistant") * 2, BENIGN, strict=True)]
     [turns] = chat_format(tokenizer).turns([(messages, [1, 3])])

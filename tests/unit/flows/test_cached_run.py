@@ -42,6 +42,11 @@ def test_only_a_run_that_ended_here_is_looked_for(
     if content is not None:
         (tmp_path / "lifecycle.json").write_text(content)
     looked: list[Path] = []
-    monkeypatch.setattr(cached, "_find", lambda graph, output, store, until: looked.append(output))
+
+    def stored_stages(graph: Any, output: Path, store: Any) -> list[tuple[str, None]]:
+        looked.append(output)
+        return [("prepare", None)]
+
+    monkeypatch.setattr(cached, "stored_stages", stored_stages)
     assert cached.take_cached(LifecycleConfig.model_validate(config), tmp_path, None, lambda stage: None) is None
     assert bool(looked) == looks

@@ -228,7 +228,15 @@ CliRunner().invoke(app, ["withdraw", "--output", sys.argv[1], "--user", "ann", "
 """
 
 
-@pytest.mark.parametrize(("function", "after"), [("evidence", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [
+        ("evidence", 0),
+        pytest.param("rewrite", 0, marks=pytest.mark.long),
+        ("erase_file", 2),
+        pytest.param("files_with", 1, marks=pytest.mark.long),
+    ],
+)
 def test_killed_in_the_middle_it_is_ended_by_the_same_command(output: Path, function: str, after: int) -> None:
     code = CRASH.format(module="withdrawal", function=function, after=after)
     done = subprocess.run([sys.executable, "-c", code, str(output)], env=os.environ, capture_output=True, text=True)

@@ -81,11 +81,13 @@ def headed(family: str = "llama", sizes: Mapping[str, Any] = {}, **options: Any)
     return module
 
 
-def assert_equal_outcomes(found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+def assert_equal_outcomes(
+    found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]], rel: float = 1e-12
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=rel)
     assert len(found[1]) == len(expected[1]) > 10
     for ours, theirs in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()) + 1e-15)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=rel * float(theirs.abs().max()) + 1e-15)
 
 
 OBJECTIVES: dict[str, Callable[[], Objective]] = {

@@ -79,9 +79,9 @@ def ppo_workload(config: LifecycleConfig) -> Workload:
     return workload
 
 
-# The model and the data of `custom.yaml` are the reader's.
+# The model and the data of `custom.yaml` are the reader's; layouts are written in `long.yaml`, and in those for GPUs.
 PRESETS = sorted(
-    path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "custom" and not path.stem.startswith("gpu-")
+    path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("custom", "long", "gpu-"))
 )
 
 

@@ -12,7 +12,6 @@ from xray_runtime.models.config import PretrainedBase
 from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.ops.planner.cost import (
     GPUS,
-    disk_bytes,
     forward_flops,
     generate_seconds,
     gpu_of,
@@ -20,6 +19,7 @@ from xray_runtime.ops.planner.cost import (
     sync_seconds,
     update_seconds,
 )
+from xray_runtime.ops.planner.disk import disk_bytes
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.workload import Role, Workload, from_parameters
 

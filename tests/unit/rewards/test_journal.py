@@ -42,7 +42,7 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
     journal.write("judge", 0, [(keys[0], Score(1.0)), (keys[1], Score(2.0))])
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
-    for end in range(first, len(whole)):
+    for end in (first, *range(first + 1, len(whole) - 1, 9), len(whole) - 1):
         path.write_bytes(whole[:end])
         torn = Journal(tmp_path)
         assert torn.find(keys[0]) == Score(1.0)

@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.at_work = self.most_at_work = 0
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

@@ -19,13 +19,13 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 
-from xray_runtime.kernel.bounded_http import PLAIN
+from xray_runtime.kernel.bounded_http import PLAIN, certificates
 from xray_runtime.kernel.credentials import has_login, key_header, strip_credentials
 from xray_runtime.methods.common.environment_protocol import Environment, Start, Step
 from xray_runtime.rewards.remote import post
@@ -34,9 +34,6 @@ from xray_runtime.rewards.source import described
 CONNECTS, PAUSE_S = 4, 0.5
 """Connections are retried. A request that was sent is not, since the server may have processed it."""
 CLOSE_S = 5.0
-
-_certificates = cache(httpx.create_ssl_context)
-"""Shared, since making it reads all certificates."""
 
 T = TypeVar("T", Start, Step)
 
@@ -61,7 +58,7 @@ def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
 class _HttpEnvironment:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
-        self._client = httpx.AsyncClient(headers=key_header(url) | PLAIN, timeout=timeout_s, verify=_certificates())
+        self._client = httpx.AsyncClient(headers=key_header(url) | PLAIN, timeout=timeout_s, verify=certificates())
         self._episode: str | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Start:

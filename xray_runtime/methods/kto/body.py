@@ -36,7 +36,6 @@ from xray_runtime.methods.common.training.dataset import fitting_prompts, prefer
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
@@ -74,9 +73,8 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
     objective = KTOObjective(config)
     with open_policy(stage, objective, reference) as (policy, known):
         assert known is not None
-        rows = {name: parts[name] for name in (TRAIN, MISMATCHED)}
         counts = {f"kto/{name}": count for name, count in counts.items()}
-        method = _KTO(config, policy, rows, parts, known, desirable, trained, chosen_by, counts)
+        method = _KTO(config, policy, parts, known, desirable, trained, chosen_by, counts)
         models = {"policy": policy}
         training_loop(stage, recorder, method, models, cursor, steps, best)
         return best.save(models, out, steps, {"replies": len(chosen_by)})
@@ -88,8 +86,6 @@ class _KTO(Method):
 
     config: KTOConfig
     policy: ModelHandle
-    rows: Mapping[str, TrainingRows]
-    """The parts that a step reads."""
     parts: Mapping[str, Replies]
     known: Mapping[str, np.ndarray]
     """Part → log-probability of each of its replies under the reference."""
@@ -104,9 +100,9 @@ class _KTO(Method):
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         numbers = self.trained[index]
-        baseline = kto_baseline(self._ratios(self.rows[MISMATCHED], MISMATCHED, numbers))
+        baseline = kto_baseline(self._ratios(MISMATCHED, numbers))
         labels = {"ref_reply_logprobs": self.known[TRAIN][numbers], "desirable": self.desirable[numbers]}
-        rows = self.rows[TRAIN].take(numbers).as_kind(LabelledBatch, **labels)
+        rows = self.parts[TRAIN].take(numbers).as_kind(LabelledBatch, **labels)
         return rows, StepTotals.of(rows, baseline=baseline)
 
     def metrics(self, step: Trained) -> dict[str, float]:
@@ -124,13 +120,12 @@ class _KTO(Method):
     def heldout(self) -> dict[str, float]:
         if HELDOUT not in self.parts:
             return {}
-        part = self.parts[HELDOUT]
-        pairs = self._ratios(part, HELDOUT, np.arange(part.size))
+        pairs = self._ratios(HELDOUT, np.arange(self.parts[HELDOUT].size))
         return {"kto/heldout_accuracy": float(wins(*pairs.reshape(-1, 2).T).mean())}
 
     def validate(self) -> tuple[dict[str, float], float]:
-        z = kto_baseline(self._ratios(self.parts[MISMATCHED], MISMATCHED, self.chosen_by))
-        ratios = self._ratios(self.parts[TRAIN], TRAIN, self.chosen_by)
+        z = kto_baseline(self._ratios(MISMATCHED, self.chosen_by))
+        ratios = self._ratios(TRAIN, self.chosen_by)
         good = torch.from_numpy(self.desirable[self.chosen_by])
         loss = float(Desirability(self.config).of_replies(ratios, good, z).mean())
         return {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}, -loss
@@ -138,9 +133,9 @@ class _KTO(Method):
     def summary(self, metrics: Mapping[str, float]) -> str:
         return f"loss {metrics['kto/loss']:.3f}"
 
-    def _ratios(self, rows: TrainingRows, part: str, numbers: np.ndarray) -> torch.Tensor:
+    def _ratios(self, part: str, numbers: np.ndarray) -> torch.Tensor:
         """Current log-ratios of some replies of a part [len(numbers)]."""
-        logprobs = get(self.policy.score.remote(rows.take(numbers))).reply_logprobs
+        logprobs = get(self.policy.score.remote(self.parts[part].take(numbers))).reply_logprobs
         return torch.from_numpy(logprobs - self.known[part][numbers])
 
 

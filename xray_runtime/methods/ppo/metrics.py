@@ -14,6 +14,7 @@ import numpy as np
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
+from xray_runtime.methods.common.training.steps import router_metrics
 
 POLICY_SUMS = {
     "policy/loss": "policy_loss",
@@ -131,6 +132,7 @@ def update_metrics(update: Update) -> dict[str, float]:
         if of and name in of[0].sums
     }
     metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}
+    metrics |= router_metrics([policy.sums for policy in policies])
     if critics:
         metrics["value/grad_norm"] = sum(critic.grad_norm for critic in critics) / len(steps)
     return metrics | {"policy/updates": float(len(steps)), "policy/stopped_early": float(update.stopped_early)}

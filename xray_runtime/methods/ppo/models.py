@@ -64,7 +64,8 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 head=critic / VALUE_HEAD if critic.exists() else None,
             )
     # With a lag, the generator works at the same time.
-    return scored_together(specs | rewards.specs(), beside=int(bool(config.lag)))
+    scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
+    return specs | scored_together(scored, beside=int(bool(config.lag)))
 
 
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:

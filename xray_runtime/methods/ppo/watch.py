@@ -33,5 +33,7 @@ class WatchConfig(Section):
     """Maximum share of replies that contain the same three tokens in a row."""
     max_kl_per_token: Positive = 1.0
     """Maximum KL to the reference, in nats per token. Small policies that learn well reach about 0.6."""
+    min_router_entropy: Fraction = 0.7
+    """Minimum entropy of the loads of a mixture's experts, relative to the first iterations."""
     max_disagreement_ratio: Annotated[float, Field(gt=1.0)] = 2.0
     """Factor by which the disagreement of an ensemble's members may grow."""

@@ -25,7 +25,7 @@ from xray_runtime.methods.common.training.dataset import (
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.steps import TrainingRows
+from xray_runtime.methods.common.training.steps import TrainingRows, router_metrics
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
@@ -82,7 +82,8 @@ class _SFT(Method):
 
     def metrics(self, step: Trained) -> dict[str, float]:
         loss = step.result.sums["nll"] / step.totals.tokens
-        return {"sft/loss": loss, "speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
+        speed = {"speed/train_tokens_per_s": step.rows.num_tokens() / step.seconds}
+        return {"sft/loss": loss} | speed | router_metrics([step.result.sums])
 
     def first_metrics(self) -> dict[str, float]:
         return self.of_data

@@ -1,7 +1,9 @@
-"""The auxiliary loss of mixtures of experts: routers shall use all experts alike (Fedus et al. 2021, eq. 4 to 6)."""
+"""Routers of mixtures of experts: the loss by which they shall use all experts alike (Fedus et al. 2021, eq. 4 to 6),
+and how they do."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from xray_runtime.models.family import Auxiliary, HFConfig
@@ -29,9 +31,26 @@ def load_balancing(router_logits: tuple[Tensor, ...], config: HFConfig) -> Tenso
     return num_experts * (often * probabilities.mean(0)).sum()
 
 
+def router_statistics(router_logits: tuple[Tensor, ...], config: HFConfig) -> dict[str, Tensor]:
+    """Sums over N tokens: their number, and N times these means over layers: the largest load of an expert over the
+    mean load, the entropy of the loads over that of even ones, and the share of experts that no token took."""
+    import torch
+
+    found = []
+    for logits in router_logits:
+        chosen = logits.detach().topk(config.num_experts_per_tok, dim=-1).indices
+        loads = chosen.flatten().bincount(minlength=logits.shape[-1]).to(torch.float64) / chosen.numel()
+        entropy = torch.special.entr(loads).sum() / math.log(len(loads))
+        found.append(torch.stack([loads.max() * len(loads), entropy, (loads == 0).double().mean()]))
+    num_tokens = len(router_logits[0])
+    most, entropy, idle = torch.stack(found).mean(0) * num_tokens
+    tokens = torch.full_like(most, num_tokens)
+    return {"router_tokens": tokens, "router_max_load": most, "router_entropy": entropy, "router_idle": idle}
+
+
 def _coefficient(config: HFConfig) -> float:
     # As transformers: the option turns the loss on.
     return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
 
 
-BALANCE = Auxiliary("output_router_logits", "router_logits", load_balancing, _coefficient)
+BALANCE = Auxiliary("output_router_logits", "router_logits", load_balancing, _coefficient, router_statistics)

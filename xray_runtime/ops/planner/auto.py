@@ -163,6 +163,8 @@ def engine_of(plan: Plan, library: str) -> dict[str, Any]:
     """The plan's `EngineConfig` fields for models that the trainer `library` trains."""
     layout, offload = plan.layouts["trained"], "offload" in plan.workload.open_choices and plan.offloads
     engine = {"library": library, **_layout_fields(layout)}
+    if trainer(library).capabilities.expert_parallel:
+        engine["expert_parallel"] = layout.ep
     engine |= trainer(library).planned(layout.zero_stage, offload=offload)
     engine |= {"activation_checkpointing": True} if plan.recomputes else {}
     if "micro_batch_tokens" in plan.workload.open_choices:

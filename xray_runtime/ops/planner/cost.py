@@ -77,11 +77,6 @@ ADAM_BYTES = 28
 """Traffic of an AdamW step per parameter: gradient, master and moments read, master, moments and weight written."""
 
 
-SNAPSHOT_BYTES = 12
-"""Per trained parameter: weight and AdamW's two moments in float32."""
-LEDGER_BYTES = 24
-"""Per token of a kept rollout, compressed: ids, log-probabilities, advantages, weights and the text."""
-
 MIB = 2**20
 
 
@@ -156,7 +151,7 @@ class Links:
 def forward_flops(role: Role, workload: Workload) -> float:
     """FLOPs of one forward pass of one sequence."""
     shape, length = role.shape, workload.sequence_tokens
-    weights = shape.num_layers * shape.layer_parameters() * length
+    weights = (shape.num_layers * shape.layer_parameters() - shape.idle_parameters) * length
     logits = shape.embedding_parameters * workload.response_tokens if role.scores_tokens else 0
     attention = shape.num_layers * shape.num_heads * shape.head_size * length * length
     return 2.0 * (weights + logits + attention)
@@ -190,8 +185,8 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
     compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.num_copies)
-    each = _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
-    return role.scored_passes * each
+    apart = _split_seconds(role, layout, tokens, links) + _dispatch_seconds(role, layout, tokens, links)
+    return role.scored_passes * (_overlapped(compute, gathered) + passes * apart)
 
 
 def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
@@ -220,6 +215,7 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     if layout.zero_stage in (1, 2):
         moved += trained * role.weight_bytes * (copies - 1) / copies
     split = (2 + options.checkpointing) * passes * _split_seconds(role, layout, tokens, links)
+    split += (2 + options.checkpointing) * passes * _dispatch_seconds(role, layout, tokens, links)
     handed = tokens * shape.hidden_size * role.weight_bytes / links.ring(2, layout.tp) + REDUCE_S
     split += 2 * passes * (layout.pp - 1) * handed
     return steps * (_overlapped(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
@@ -233,11 +229,14 @@ def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Ma
     weights = device_parameters(shape, layout.tp, split_vocabulary=True)
     prompt = workload.sequence_tokens - workload.response_tokens
     cached = kv_cache_bytes(shape, running * (prompt + workload.response_tokens // 2), role.weight_bytes, layout.tp)
-    read = (weights * role.weight_bytes + cached) / links.memory
-    compute = running * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    active = weights - shape.idle_parameters // layout.tp
+    # Experts that none of the running sequences takes are not read.
+    idle = 0.0 if shape.experts is None else shape.experts.parameters * (1.0 - shape.experts.taken(running)) / layout.tp
+    read = ((weights - idle) * role.weight_bytes + cached) / links.memory
+    compute = running * 2 * active / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     reduced = _split_seconds(role, layout, running, links)
     step = max(read, compute) + reduced + STEP_S + running * SEQUENCE_S
-    prefill = rows * prompt * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    prefill = rows * prompt * 2 * active / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     return math.ceil(rows / running) * workload.response_tokens * step + prefill
 
 
@@ -297,30 +296,29 @@ def trained_parameters(role: Role, layout: Layout) -> int:
     return device_parameters(shape, tp, pp)
 
 
-def disk_bytes(workload: Workload) -> dict[str, int]:
-    """Kind of file → bytes, without those that are 0.
-
-    `checkpoint` is the published model in float32. `snapshots` are two: a new one is whole before the last is removed.
-    `ledger` has the rollouts that the config keeps.
-    """
-    trained = workload.of_use("trained")
-    kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
-    sizes = {
-        "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
-        "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
-        "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
-    }
-    return {what: size for what, size in sizes.items() if size}
-
-
 def _overlapped(compute: float, moved: float) -> float:
     return max(compute, moved) + EXPOSED * min(compute, moved)
 
 
 def _gather_bytes(role: Role, layout: Layout) -> float:
-    """Bytes that a rank receives to have all weights once under ZeRO-3."""
-    whole = role.shape.num_parameters * role.weight_bytes
-    return whole * (layout.num_copies - 1) / layout.num_copies if layout.zero_stage == 3 else 0.0
+    """Bytes that a rank receives to have all weights once under ZeRO-3, and of experts that ranks share its own."""
+    if layout.zero_stage != 3:
+        return 0.0
+    whole, experts, copies = role.shape.num_parameters, 0, layout.num_copies
+    if layout.ep > 1 and role.shape.experts is not None:
+        experts = role.shape.experts.parameters
+    own = copies // layout.ep
+    received = (whole - experts) * (copies - 1) / copies + experts / layout.ep * (own - 1) / own
+    return received * role.weight_bytes
+
+
+def _dispatch_seconds(role: Role, layout: Layout, tokens: int, links: Links) -> float:
+    """Tokens to the experts that other ranks hold, and back, in a forward pass over `tokens` tokens of a rank."""
+    experts = role.shape.experts
+    if layout.ep == 1 or experts is None:
+        return 0.0
+    size = tokens * experts.chosen * role.shape.hidden_size * role.weight_bytes * (layout.ep - 1) / layout.ep
+    return 2 * experts.num_layers * (size / links.ring(layout.ep) + REDUCE_S)
 
 
 def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> float:

@@ -11,8 +11,10 @@ from rich.console import Console
 from xray_runtime.cluster.pool.machine import GIB, Machine, this_machine
 from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.terminal import print_table
+from xray_runtime.models.shapes import ModelShape
 from xray_runtime.ops.planner.auto import GraphPlan
-from xray_runtime.ops.planner.cost import COMPARED, disk_bytes, gpu_of
+from xray_runtime.ops.planner.cost import COMPARED, gpu_of
+from xray_runtime.ops.planner.disk import disk_bytes
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.suggestions import Suggestion
@@ -49,6 +51,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
         "usable_gb": _gb(machine.usable_bytes),
         **_stage(chosen),
         "parameters": policy.shape.num_parameters,
+        **_mixture(policy.shape, workload.micro_batch_tokens),
         "limits": [_limit(chosen)],
         "notes": [text for text in (note, _uncompared(machine)) if text],
         "reasons": list(chosen.reasons),
@@ -61,6 +64,16 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
         }
         content["model_state_gb"] = {s: _gb(m.weights + m.gradients + m.optimizer) for s, m in states.items()}
     return content
+
+
+def _mixture(shape: ModelShape, tokens: int) -> dict[str, Any]:
+    """The size of a mixture of experts for one token, and what its experts hold and do in a pass over `tokens`."""
+    if (experts := shape.experts) is None:
+        return {}
+    return {
+        "active_parameters": shape.active_parameters,
+        "experts": asdict(experts) | {"tokens_each": round(tokens * experts.chosen / experts.number, 3)},
+    }
 
 
 def _stage(chosen: Plan) -> dict[str, Any]:
@@ -119,9 +132,16 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
     """Print the memory of each stage's models, and the limit of the fullest stage."""
     chosen = planned.stages[planned.fullest]
     machine = chosen.machine
+    active = ""
+    if (experts := content.get("experts")) is not None:
+        active = (
+            f" ({content['active_parameters'] / 1e6:,.1f}M for a token, {experts['parameters'] / 1e6:,.1f}M in "
+            f"{experts['number']} experts a layer, {experts['tokens_each']:.4g} tokens an expert and pass)"
+        )
     console.print(
-        f"{content['parameters'] / 1e6:,.1f}M parameters, sequences of {chosen.workload.sequence_tokens} tokens, "
-        f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
+        f"{content['parameters'] / 1e6:,.1f}M parameters{active}, "
+        f"sequences of {chosen.workload.sequence_tokens} tokens, {machine.num_devices} devices of "
+        f"{machine.memory_bytes / GIB:.3g} GiB",
         highlight=False,
     )
     verdict = "" if planned.fits else "[red]no plan fits; nearest:[/red] "

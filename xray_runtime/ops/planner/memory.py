@@ -1,12 +1,11 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
-`tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
-its peak.
+`tests/component/test_memory_model.py` compares model states with DeepSpeed's, `tests/unit/ops/test_planning_memory.py`
+activations with what autograd saves, and a training pass with its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
 w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp` × sequence parallel
-`sp`, whose ranks hold states as data-parallel ones do and of a pass's activations a share each.
+`sp`, whose ranks share a pass's activations and are data parallel to its states.
 
 Sources: model states after ZeRO (Rajbhandari et al. 2020, §3 and §5); activations counted in the manner of
 Korthikanti et al. 2022 (§4), for a Llama without dropout; fused attention keeps no scores (Dao et al. 2022), other
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
+from xray_runtime.ops.planner.layout import Layout as Layout
 from xray_runtime.ops.planner.model_states import (
     FLOAT32_BYTES,
     gathered_bytes,
@@ -42,27 +42,6 @@ GRAPH_BYTES = 20 * 2**20
 models of 30 to 80 layers."""
 WORKSPACE_BYTES = 512 * 2**20
 """Workspace of the attention and sampling kernels: an assumption, FlashInfer's 394 MiB and more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Distribution of one model over tp · pp · dp devices."""
-
-    zero_stage: int = 0
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    sp: int = 1
-    """Ranks that share the tokens of each row."""
-
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.pp * self.num_copies
-
-    @property
-    def num_copies(self) -> int:
-        """Ranks that hold, or shard, the same weights."""
-        return self.dp * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +129,9 @@ def layer_activation_bytes(
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
     2·((4 + 2w)·h + 4), and 4 + 2w for each feature of further norms; attention's q, k, v, its output with a float32
     log-sum, and the concatenated outputs of packed sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and
-    their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
-    their GPT layer keeps 34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
+    their product, 4w·i, and for each expert that a token takes, its input and its output, plain and weighted, 3w·h.
+    Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps
+    34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
         scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
@@ -161,7 +141,8 @@ def layer_activation_bytes(
     norms = (FLOAT32_BYTES + 2 * w) * (2 * shape.hidden_size + shape.extra_norm_width) + 2 * FLOAT32_BYTES
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
     attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
-    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
+    routed = 0 if shape.experts is None else 3 * w * shape.experts.chosen * shape.hidden_size
+    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp) + routed)
 
 
 def activation_bytes(
@@ -184,8 +165,7 @@ def activation_bytes(
         num_layers: number of trained layers (None: all).
         scored_length: as in `layer_activation_bytes`.
     """
-    layers = ceil_div(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
-    tokens = ceil_div(tokens, layout.sp)
+    layers, tokens = ceil_div(num_layers or shape.num_layers, layout.pp) * layout.pp, ceil_div(tokens, layout.sp)
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
     if checkpointing:
@@ -236,9 +216,9 @@ def training_memory(
     if options.lora_rank is not None:
         trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained
-    sharding, sums = options.sharding, options.float32_sums
+    sharding, sums, copies = options.sharding, options.float32_sums, layout.num_copies
     weights, gradients, optimizer = model_states(
-        held, trained, weight_bytes, layout.zero_stage, layout.num_copies, sharding, float32_sums=sums
+        held, trained, weight_bytes, layout.zero_stage, copies, sharding, float32_sums=sums
     )
     bucket_width = FLOAT32_BYTES if sums else weight_bytes
     bucket = min(sharding.bucket_elements, trained) * bucket_width if layout.zero_stage else 0
@@ -258,7 +238,9 @@ def training_memory(
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers
         + gathered_bytes(
-            shape, held, weight_bytes, layout.zero_stage, layout.num_copies, sharding, offload=options.offload
+            *(shape, held, weight_bytes, layout.zero_stage, copies, sharding),
+            offload=options.offload,
+            ep=layout.ep,
         ),
     )
 
@@ -286,9 +268,10 @@ def scoring_memory(
 
 
 def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
-    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
+    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers). What
+    is latent is not split by tp."""
     layers, kv_heads = ceil_div(shape.num_layers, pp), ceil_div(shape.num_kv_heads, tp)
-    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
+    return layers * (shape.cached_features or 2 * kv_heads * shape.head_size) * weight_bytes * tokens
 
 
 def generation_memory(
@@ -328,7 +311,8 @@ def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
 def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
     """Elements of the largest tensor of one of `tp` ranks, which all hold the embeddings whole."""
     wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
-    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp))
+    experts = 0 if shape.experts is None else ceil_div(shape.experts.largest_tensor(shape.hidden_size), tp)
+    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp), experts)
 
 
 def _loading_bytes(

@@ -84,11 +84,16 @@ def gathered_bytes(
     sharding: Sharding,
     *,
     offload: bool = False,
+    ep: int = 1,
 ) -> int:
-    """Level 3 gathers the parameters it computes with, of the `held` ones, and keeps those it needs again soon."""
+    """Level 3 gathers the parameters it computes with, of the `held` ones, and keeps those it needs again soon; of
+    experts that `ep` ranks share, its own."""
     if zero_stage < 3 or (dp == 1 and not offload):
         return 0
     most = sharding.gathered_elements
     if sharding.gathered_layers is not None:
         most = held - max(0, shape.num_layers - sharding.gathered_layers) * shape.layer_parameters()
+        if shape.experts is not None:
+            layers = min(sharding.gathered_layers, shape.experts.num_layers)
+            most -= layers * shape.experts.parameters // shape.experts.num_layers * (ep - 1) // ep
     return min(held, most) * weight_bytes

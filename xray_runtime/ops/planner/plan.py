@@ -34,7 +34,7 @@ class RolePlan:
         """Its layout in a few words, such as `ZeRO-2 TP2 DP4 recompute`."""
         layout, options = self.layout, self.role.options
         words = [f"ZeRO-{layout.zero_stage}"] if self.role.use == "trained" or layout.zero_stage else []
-        degrees = {"TP": layout.tp, "PP": layout.pp, "SP": layout.sp, "DP": layout.dp}
+        degrees = {"TP": layout.tp, "PP": layout.pp, "SP": layout.sp, "DP": layout.dp, "EP": layout.ep}
         words += [f"{name}{n}" for name, n in degrees.items() if n > 1]
         words += ["bf16"] if options.float32_sums else []
         words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.layouts import TRAINERS
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.models.family import family_of
 from xray_runtime.ops.planner.memory import Layout
@@ -68,8 +69,20 @@ def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[L
     of_all = [each.sharding.split_levels if tp * pp > 1 else each.sharding.levels for each in options] or [(0,)]
     stages = sorted(stage for stage in set(of_all[0]).intersection(*of_all) if stage >= least)
     sp = workload.sequence_parallel
-    levels = stages[:1] if dp * sp == 1 else stages
-    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp, sp=sp) for stage in levels)
+    for stage in stages[:1] if dp * sp == 1 else stages:
+        yield Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp, sp=sp)
+        if stage == 3 and tp * pp * sp == 1:
+            degrees = (ep for ep in DEGREES[1:] if dp % ep == 0 and _share_experts(workload.of_use("trained"), ep))
+            yield from (Layout(zero_stage=3, dp=dp, ep=ep) for ep in degrees)
+
+
+def _share_experts(roles: Sequence[Role], degree: int) -> bool:
+    return all(
+        TRAINERS.get(role.library).capabilities.expert_parallel
+        and role.shape.experts is not None
+        and role.shape.experts.number % degree == 0
+        for role in roles
+    )
 
 
 def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
@@ -85,4 +98,7 @@ def _is_whole(role: Role) -> bool:
 
 @cache
 def _can_split(library: str, model: str | None) -> tuple[bool, bool]:
-    return (True, True) if model is None else trainer(library).can_split(model)
+    try:
+        return (True, True) if model is None else trainer(library).can_split(model)
+    except OSError:  # a well-known model, of which nothing is here
+        return False, False

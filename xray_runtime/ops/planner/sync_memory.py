@@ -43,7 +43,7 @@ def sending_bytes(
 
 def receiving_bytes(shape: ModelShape, weight_bytes: int, tp: int, *, through_host: bool, shared: bool) -> int:
     """Memory to receive it in the generator: copies of a chunk's tensors, and the module that they are loaded into."""
-    loaded = max(shape.embedding_parameters, 2 * shape.hidden_size * ceil_div(shape.intermediate_size, tp))
+    loaded = max(largest_tensor(shape, tp), 2 * shape.hidden_size * ceil_div(shape.intermediate_size, tp))
     module = weight_bytes * loaded
     if through_host:
         return module + weight_bytes * largest_tensor(shape)

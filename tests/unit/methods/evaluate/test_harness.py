@@ -84,12 +84,6 @@ def test_a_task_of_choices(root: Path) -> None:
     assert (few["samples"], few["acc"], len(model.asked)) == (2, 0.5, 4)
 
 
-def test_a_task_of_replies(root: Path) -> None:
-    (root / "task" / "task.yaml").write_text(REPLY)
-    found, _ = attempt(root, {"generator"})
-    assert found["exact_match"] == 1.0
-
-
 GROUP = {
     "all.yaml": """
 group: all

@@ -243,7 +243,7 @@ def test_answers_outlive_an_attempt(tmp_path: Path) -> None:
         def log_message(self, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     service = ServiceConfig(url=f"http://127.0.0.1:{server.server_port}", retries=0)
     replies = ["a", "b", "c", "d"]
 
@@ -284,7 +284,7 @@ def test_comparisons_outlive_an_attempt(tmp_path: Path) -> None:
         def log_message(self, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     comparing = reward_term(judge=JudgeConfig(url=url, model="m", rubric="the later letter", opponents=2, retries=0))
 
@@ -377,7 +377,7 @@ def test_a_service_that_fails_in_every_way_costs_rows_and_not_the_loop(inputs: P
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     limits: dict[str, Any] = {"timeout_s": 4.0, "retries": 0, "batch_size": 1, "concurrency": 1}
     source = reward_term(service=ServiceConfig(url=f"http://127.0.0.1:{server.server_port}", **limits))
     fields: dict[str, Any] = {"rewards": [source], "reward_scaling": "none", "max_failed": 0.25}

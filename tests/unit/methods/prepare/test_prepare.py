@@ -51,15 +51,6 @@ def test_chitchat(tmp_path: Path, count: int) -> None:
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-def test_longer_context_alternates_and_ends_with_the_user(tmp_path: Path) -> None:
-    train, _, stats, _ = prepare(tmp_path / "a", context_messages=4, max_conversations=400)
-    assert stats["read_conversations"] == 400
-    lengths = {len(e.prompt) for e in train}
-    assert lengths == {1, 3}
-    for e in train:
-        assert [m["role"] for m in e.prompt] == ["user", "assistant", "user"][-len(e.prompt) :]
-
-
 def test_adding_conversations_moves_none(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(300)]
     few = prepare(tmp_path / "a", source=rows_file(tmp_path / "few.jsonl", rows[100:]), heldout_fraction=0.2)

@@ -25,6 +25,7 @@ class FSDP2(Trainer):
 
     config = FSDP2Config
     capabilities = TrainerCapabilities(
+        expert_parallel=True,
         sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,

@@ -23,6 +23,7 @@ from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights
 from xray_runtime.engines.trainers.fsdp2.config import FSDP2Config
+from xray_runtime.engines.trainers.fsdp2.expert_parallel import ExpertParallel
 from xray_runtime.engines.trainers.fsdp2.muon import MOMENTUM, Muon
 from xray_runtime.engines.trainers.fsdp2.sharding import (
     own_rows,
@@ -80,9 +81,14 @@ class FSDP2Engine(FSDP2Scorer):
         if layout.activation_checkpointing:
             module.checkpoint_activations()
         weights = Weights(module, checkpoint)
-        shard(module, weights, device, getattr(torch, layout.precision), regather=layout.zero_stage == 3)
+        degree = layout.expert_parallel
+        self._experts = ExpertParallel(module, degree, device) if degree > 1 else None
+        regather = layout.zero_stage == 3
+        shard(module, weights, device, getattr(torch, layout.precision), regather=regather, experts=self._experts)
         super().__init__(module)
         self.turn, self._grad_clip = (dist.get_rank(), dist.get_world_size()), training.grad_clip
+        self._shared = {states.hugging_face_name(name) for name in (self._experts.names if self._experts else ())}
+        """Names of parameters of experts, of which each rank gathers its own alone."""
         self._parameters = {states.hugging_face_name(name): p for name, p in sharded_parameters(module)}
         self._rows = {name: nn.Parameter(own_rows(p)) for name, p in self._parameters.items()}
         """The tensors that the optimizers step."""
@@ -139,7 +145,7 @@ class FSDP2Engine(FSDP2Scorer):
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         release_gathered(self.module)
-        return whole_weights(self.module, sharded_parameters(self.module), _whole, merged=merged)
+        return whole_weights(self.module, sharded_parameters(self.module), self._whole, merged=merged)
 
     def save(self, directory: Path) -> None:
         pieces = {(kind, name): self._piece(name) for name in self._rows for kind in self._kinds(name)}
@@ -159,8 +165,14 @@ class FSDP2Engine(FSDP2Scorer):
         is_muons = self.muon is not None and self._rows[name] in self.muon.state
         return (states.WEIGHT, MOMENTUM) if is_muons else (states.WEIGHT, *MOMENTS)
 
+    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        whole: Tensor = parameter.full_tensor().detach()
+        shared = self._experts is not None and states.hugging_face_name(name) in self._shared
+        return self._experts.joined(whole) if self._experts is not None and shared else whole
+
     def _piece(self, name: str) -> Piece:
-        return rows_of(self._parameters[name], dist.get_rank())
+        return rows_of(self._parameters[name], self._experts if name in self._shared else None)
 
     def _held(self, kind: str, name: str) -> Tensor:
         """This rank's rows of a weight or of an optimizer's state, flattened."""
@@ -169,12 +181,6 @@ class FSDP2Engine(FSDP2Scorer):
         # Without rows there is no state.
         held: Tensor = part.data if kind == states.WEIGHT or not part.numel() else optimizer.state[part][kind]
         return held.view(-1)
-
-
-def _whole(name: str, parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    whole: Tensor = parameter.full_tensor()
-    return whole.detach()
 
 
 def _hidden_matrices(module: HeadedLM) -> set[str]:

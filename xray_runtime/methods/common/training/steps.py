@@ -52,6 +52,15 @@ def read_step(answer: Mapping[str, float]) -> StepStatistics:
     return StepStatistics(sums, norm, None if refused is None else int(refused), computed)
 
 
+def router_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """How the routers of a mixture of experts used their experts, on average over the micro-batches of steps with these
+    sums; empty for other models."""
+    if not (num_tokens := sum(sums.get("router_tokens", 0.0) for sums in steps)):
+        return {}
+    names = ("max_load", "entropy", "idle")
+    return {f"router/{name}": sum(s.get(f"router_{name}", 0.0) for s in steps) / num_tokens for name in names}
+
+
 @dataclass
 class SkippedSteps:
     """Optimizer steps of a stage that were skipped.

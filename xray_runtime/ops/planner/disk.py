@@ -1,0 +1,29 @@
+"""Bytes that a stage leaves on a disk."""
+
+from __future__ import annotations
+
+from xray_runtime.ops.planner.cost import trained_parameters
+from xray_runtime.ops.planner.layout import Layout
+from xray_runtime.ops.planner.model_states import FLOAT32_BYTES
+from xray_runtime.ops.planner.workload import Workload
+
+SNAPSHOT_BYTES = 12
+"""Per trained parameter: weight and AdamW's two moments in float32."""
+LEDGER_BYTES = 24
+"""Per token of a kept rollout, compressed: ids, log-probabilities, advantages, weights and the text."""
+
+
+def disk_bytes(workload: Workload) -> dict[str, int]:
+    """Kind of file → bytes, without those that are 0.
+
+    `checkpoint` is the published model in float32. `snapshots` are two: a new one is whole before the last is removed.
+    `ledger` has the rollouts that the config keeps.
+    """
+    trained = workload.of_use("trained")
+    kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
+    sizes = {
+        "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
+        "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
+        "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
+    }
+    return {what: size for what, size in sizes.items() if size}
