@@ -65,7 +65,8 @@ class AdaptedLinear(nn.Module):
         whole = (weight.T if self.transposed else weight) + self.scaling * (self.lora_B.weight @ self.lora_A.weight)
         share = self.magnitude / torch.linalg.norm(whole, dim=1).detach()
         unbiased = plain if bias is None else plain - bias
-        return plain + (share - 1.0) * unbiased + share * added
+        scaled: Tensor = plain + (share - 1.0) * unbiased + share * added
+        return scaled
 
     def parts(self) -> dict[str, Tensor]:
         """Its trained parameters by name."""

@@ -77,12 +77,13 @@ def _split_adapters(adapters: Adapters, mesh: Mesh) -> None:
             sizes = base._partition_sizes
             low = sum(sizes[: mesh.tensor_rank])
             part.data = part.data.narrow(0 if by_rows else 1, low, sizes[mesh.tensor_rank]).contiguous()
-            group = mesh.tensor_group
-            layer.between = (
-                functools.partial(ColumnParallel.apply, group)
-                if by_rows
-                else lambda low, group=group: RowParallel.apply(group, low, False)
-            )
+            apply = ColumnParallel.apply if by_rows else functools.partial(_summed, RowParallel)
+            layer.between = functools.partial(apply, mesh.tensor_group)
+
+
+def _summed(row_parallel: Any, group: Any, low: Tensor) -> Tensor:
+    summed: Tensor = row_parallel.apply(group, low, False)
+    return summed
 
 
 def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:
