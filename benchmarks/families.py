@@ -186,7 +186,7 @@ def by_transformers(row: Row) -> str:
     lm = transformers.AutoModelForCausalLM.from_pretrained(
         row.published, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    kept = np.load(row.directory / "rows.npz")
+    kept = np.load(row.directory / "rows.npz", allow_pickle=False)
     ids = np.split(kept["ids"], kept["offsets"][1:-1])
     found = []
     for tokens, prompt in zip(ids, kept["prompts"], strict=True):

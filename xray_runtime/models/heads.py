@@ -222,6 +222,8 @@ class HeadedLM(nn.Module):
         if layers.start > 0:
             lm.set_submodule(parts.embeddings, nn.Identity())
         self.stage, self.frozen_layers, self.noted = layers, layers.start, None
+        if self.adapters is not None:
+            self.adapters.keep(lm)
 
     def stage_states(self, lengths: Tensor, prompts: Prompts | None = None, **entering: Tensor) -> Tensor:
         """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
