@@ -56,7 +56,7 @@ class _Sum(torch.autograd.Function):
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:
     """From [P, ...], a part for each rank, a part of each rank [P, ...]."""
-    received: Tensor = _Exchange.apply(parts, group)
+    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -99,7 +99,7 @@ class SequenceRanks:
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, of which all ranks then compute the same."""
-        total: Tensor = _Sum.apply(part, self.group)
+        total: Tensor = _Sum.apply(part, self.group)  # type: ignore[no-untyped-call]
         return total
 
     def whole(self, own: Tensor, num_tokens: int) -> Tensor:
