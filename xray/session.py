@@ -71,13 +71,8 @@ def workspace(
             yield graph
         return
     options = defaults | {"project": project, "seed": seed, "runtime": runtime, "until": until, "gates": gates}
-    options |= {
-        "terms": terms,
-        "record": record,
-        "run_directory": run_directory,
-        "tags": tags,
-        "tracking_uri": tracking_uri,
-    }
+    options |= {"terms": terms, "record": record, "run_directory": run_directory}
+    options |= {"tags": tags, "tracking_uri": tracking_uri}
     with contextlib.ExitStack() as stack:
         script = None
         # Commands have their own display and signal handlers.

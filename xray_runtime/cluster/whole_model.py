@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
+from xray_runtime.cluster.adapter import save_adapter
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -33,14 +34,11 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.graph.artifacts import ADAPTER
-from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
-    from xray_runtime.models.lora import LoRAConfig
 
 T = TypeVar("T")
 B = TypeVar("B", bound=ColumnBatch)
@@ -262,25 +260,15 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
-        assert isinstance(self._spec, ModelSpec)
-        if self._spec.training is not None and self._spec.training.lora is not None:
-            self._save_adapter(directory / ADAPTER, self._spec.training.lora)
+        if isinstance(self._spec, ModelSpec) and self._spec.training and self._spec.training.lora:
+            adapters = self.export_weights(0, merged=False), directory / ADAPTER
+            save_adapter(*adapters, self._spec.training.lora, self._spec.directory)
         here = [rank for rank, own in enumerate(directories) if own == directory]
         self._check_saved(directory, head_file, {n: d for own in written for n, d in own.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():
             calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
             digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
             write_digests(directory, directory, digests)
-
-    def _save_adapter(self, directory: Path, lora: LoRAConfig) -> None:
-        """Write what was trained in peft's form, with the digest of the checkpoint that it belongs to."""
-        from xray_runtime.engines.sync.object_store import unpack
-        from xray_runtime.models.adapter_files import write_adapter
-
-        update, base = self.export_weights(0, merged=False), self._spec.directory
-        tensors = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
-        sha256 = file_sha256(base / MANIFEST) if (base / MANIFEST).is_file() else ""
-        write_adapter(directory, lora, tensors, base.name, sha256)
 
     def _check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], here: list[int]) -> None:
         """`published_check.check_published`, by the first rank on this node, or in this process."""

@@ -1,4 +1,4 @@
-"""What X-ray uses of a tokenizer of transformers."""
+"""The part of transformers' tokenizers that X-ray uses."""
 
 from __future__ import annotations
 

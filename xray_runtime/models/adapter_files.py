@@ -71,7 +71,7 @@ def with_adapter(lm: Any, directory: Path, field: str) -> Any:
         # peft, safetensors and torch raise in forms of their own; torch where sizes differ.
         reason = misfit if isinstance(error, RuntimeError) else first_line(error)
         raise ValueError(f"{refused}: {reason}") from error
-    # What the model has no layer for peft leaves out, with a warning.
+    # peft leaves out tensors of layers that the model does not have, with no more than a warning.
     taken = get_peft_model_state_dict(peft)
     lost = [n for n, tensor in held.items() if n not in taken or not torch.equal(taken[n].float(), tensor.float())]
     if lost or len(taken) != len(held):

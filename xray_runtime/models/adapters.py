@@ -27,7 +27,7 @@ LINEAR = nn.Linear, Conv1D
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields by which families name the number of experts in a layer."""
 PEFT_PREFIX = "base_model.model."
-"""What peft puts before the names of a model's layers."""
+"""Prefix of a model's layers in the names of peft."""
 
 Whole = Callable[[str, Any], Tensor]
 """(name in the `HeadedLM`, parameter) → its whole float32 value, however it is sharded; every rank that holds a part
@@ -51,7 +51,7 @@ class AdaptedLinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
         self.magnitude = nn.Parameter(torch.empty(out)) if dora else None
         self.between: Callable[[Tensor], Tensor] = lambda low: low
-        """What tensor-parallel peers do with A x."""
+        """How tensor-parallel peers join their parts of A x."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [..., out] of inputs [..., in]."""

@@ -84,15 +84,9 @@ def build_experience(
     advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    logprobs = _dense(scores.logprobs)
-    weights, mismatch = importance_weights(
-        logprobs,
-        _dense(rollout.rollout_logprobs),
-        mask,
-        mode=config.importance_correction,
-        cap=config.importance_cap,
-        level=config.importance_level,
-    )
+    logprobs, sampled = _dense(scores.logprobs), _dense(rollout.rollout_logprobs)
+    mode, cap, level = config.importance_correction, config.importance_cap, config.importance_level
+    weights, mismatch = importance_weights(logprobs, sampled, mask, mode=mode, cap=cap, level=level)
     rows = text.as_kind(
         PolicyBatch,
         old_logprobs=scores.logprobs,

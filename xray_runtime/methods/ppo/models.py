@@ -13,6 +13,7 @@ from xray_runtime.data.gold import import_function
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
 from xray_runtime.methods.common.training.trained_model import trained_model
+from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.roles import ppo_models
 from xray_runtime.models.objectives import ReferenceObjective
@@ -35,7 +36,8 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
     specs: Specs = {}
     for name, role in ppo_models(config).items():
         if name == "generator":
-            longest, adapter = max_prompt + config.max_response_tokens, config.synced_adapter(stage.runtime)
+            longest = max_prompt + config.max_response_tokens
+            adapter = synced_adapter(config.adapter_sync, config.lora, config.generator, stage.runtime)
             specs[name] = GeneratorSpec(policy, longest, config.generator, adapter)
         elif name == "policy":
             specs[name] = trained_model(

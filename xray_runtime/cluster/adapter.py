@@ -1,0 +1,23 @@
+"""Adapters that a model trains, as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from xray_runtime.engines.sync.object_store import WeightUpdate
+    from xray_runtime.models.lora import LoRAConfig
+
+
+def save_adapter(update: WeightUpdate, directory: Path, lora: LoRAConfig, base: Path) -> None:
+    """Write adapters in peft's form, with the digest of the checkpoint `base` that they belong to."""
+    from xray_runtime.engines.sync.object_store import unpack
+    from xray_runtime.models.adapter_files import write_adapter
+
+    tensors = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
+    sha256 = file_sha256(base / MANIFEST) if (base / MANIFEST).is_file() else ""
+    write_adapter(directory, lora, tensors, base.name, sha256)
