@@ -122,7 +122,7 @@ def base(row: Row) -> str:
 
 def _base_stage(row: Row, source: Path, engine: str) -> None:
     row.base.mkdir()
-    config = HubBase(model=str(source), generator=GeneratorConfig(engine=engine))  # type: ignore[call-arg]
+    config = HubBase(model=str(source), generator=GeneratorConfig(engine=engine))
     stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=row.opener)
     recorder: Any = SimpleNamespace(progress=lambda *_: None, metrics=lambda *_, **__: None)
     run_base(stage, row.base, recorder)
@@ -154,9 +154,9 @@ def grpo(row: Row) -> str:
     from xray_runtime.methods.ppo.objectives import PPOObjective
 
     config = PPOStageConfig(method="grpo", lr=LR, temperature=1.0)
-    specs = {
+    specs: dict[str, ModelSpec | GeneratorSpec] = {
         "policy": ModelSpec(row.directory / "sft", PPOObjective(config), training=config),
-        "generator": GeneratorSpec(row.directory / "sft", MAX_LENGTH, GeneratorConfig(engine=row.engine)),  # type: ignore[call-arg]
+        "generator": GeneratorSpec(row.directory / "sft", MAX_LENGTH, GeneratorConfig(engine=row.engine)),
     }
     with row.models(**specs) as models:
         for version in range(ITERATIONS + 1):
@@ -186,7 +186,7 @@ def by_transformers(row: Row) -> str:
     lm = transformers.AutoModelForCausalLM.from_pretrained(
         row.published, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    kept = np.load(row.directory / "rows.npz")
+    kept = np.load(row.directory / "rows.npz", allow_pickle=False)
     ids = np.split(kept["ids"], kept["offsets"][1:-1])
     found = []
     for tokens, prompt in zip(ids, kept["prompts"], strict=True):
@@ -201,7 +201,7 @@ def by_vllm(row: Row) -> str:
     """A new engine on the published files samples what their trainer computes."""
     from xray_runtime.models.objectives import ReferenceObjective
 
-    specs = {
+    specs: dict[str, ModelSpec | GeneratorSpec] = {
         "scorer": ModelSpec(row.published, ReferenceObjective(1.0)),
         # Another length: no engine that was opened before is reloaded.
         "generator": GeneratorSpec(row.published, MAX_LENGTH + 32),

@@ -33,6 +33,7 @@ from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.ops.planner.memory import Layout, Memory, Options, training_memory
 from xray_runtime.ops.planner.model_states import sharding_of
@@ -43,6 +44,7 @@ BASE = FreshBase(
 """4.7M parameters; each matrix has over 100,000 elements, since ZeRO-3 keeps smaller ones whole."""
 CONFIG = PPOStageConfig(lr=3e-4, grad_clip=0.5)
 MICRO_BATCH_TOKENS = 96
+LORA = {"rank": 16}
 NUM_BATCHES, NUM_ROWS = 5, 16
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},
@@ -57,6 +59,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
+ADAPTED: dict[str, dict[str, Any]] = {
+    "LoRA: 1 process": {"lora": LORA},
+    "LoRA: ZeRO-3 × 2": {"lora": LORA, "zero_stage": 3, "num_workhorses": 2},
+    "LoRA: FSDP2 × 2": {"lora": LORA, "library": "fsdp2", "num_workhorses": 2},
+    "LoRA: TP 2": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
+    "LoRA: PP 2": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
+}
+"""Name → fields of the engine, and of `lora`."""
 MIXTURE = BASE.model_copy(update={"intermediate_size": 256, "num_experts": 4})
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: 1 process": {},
@@ -65,7 +75,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: EP 2": {"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
     "mixture: EP 2 × DP 2": {"library": "fsdp2", "num_workhorses": 4, "expert_parallel": 2},
 }
-GROUPS = ((BASE, LAYOUTS), (MIXTURE, MIXTURES))
+GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES))
 """Models, each with its layouts; the first is what the others are compared with."""
 
 
@@ -173,8 +183,10 @@ def updates(
 
 
 def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> ModelSpec:
-    engine = EngineConfig(micro_batch_tokens=micro_batch_tokens, **layout)
-    return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
+    fields = {name: value for name, value in layout.items() if name != "lora"}
+    lora = LoRAConfig(**layout["lora"]) if "lora" in layout else None
+    training = {"engine": EngineConfig(micro_batch_tokens=micro_batch_tokens, **fields), "lora": lora}
+    return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update=training), new_head=True)
 
 
 def run_layout(spec: ModelSpec, batches: list[TextBatch], num_updates: int, logs: Path) -> Run:
@@ -219,7 +231,9 @@ def most_loading(learner: LoadedLearner, deal: Callable[[TextBatch], TextBatch])
 
 def predicted(model: Path, layout: dict[str, Any]) -> Memory:
     """The fullest rank, as the planner predicts it; of a trainer whose sharding it does not know as of the default."""
-    engine = EngineConfig(**layout)
+    training = spec_of(model, layout).training
+    assert training is not None
+    engine = training.engine
     sharding = engine.capabilities.sharding or sharding_of(EngineConfig.default)
     return training_memory(
         from_pretrained(PretrainedBase(model=str(model))),
@@ -234,12 +248,12 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         ),
         tokens=1,
         positions=1,
-        options=Options(sharding=sharding),
+        options=Options(sharding=sharding, lora_rank=None if training.lora is None else training.lora.rank),
     )
 
 
-def table(num_updates: int) -> str:
-    """The comparison of all layouts, in Markdown."""
+def table(num_updates: int, only: str = "") -> str:
+    """The comparison of the layouts whose names hold `only`, in Markdown."""
     lines = [
         "| layout | loss | gradient norm | weights | held, MB | predicted | loading, MB | predicted | s a step |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -247,12 +261,15 @@ def table(num_updates: int) -> str:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         for base, layouts in GROUPS:
-            _rows(root, base, layouts, num_updates, lines)
+            chosen = {name: layout for name, layout in layouts.items() if only in name}
+            _rows(root, base, chosen, num_updates, lines)
     return "\n".join(lines)
 
 
 def _rows(root: Path, base: FreshBase, layouts: dict[str, dict[str, Any]], num_updates: int, lines: list[str]) -> None:
-    model = make_model(root / str(base.num_experts), base)
+    if not layouts:
+        return
+    model = make_model(root / str(len(lines)), base)
     batches = global_batches(model)
     alone: Run | None = None
     for name, layout in layouts.items():
@@ -288,8 +305,9 @@ differences from one process:
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Ranks of SP, sequence parallelism, share the tokens of each micro-batch's row of packed sequences, and hold the
-same states as DP. Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
+table. Adapters (LoRA of rank 16) are compared with those that one process trains. Ranks of SP, sequence parallelism,
+share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP. Seconds are of all the
+layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """
@@ -301,8 +319,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--out", type=Path, help="also write the table, with its explanation, to this file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run the layouts whose names hold this")
     options = parser.parse_args()
-    rows = table(options.updates)
+    rows = table(options.updates, options.only)
     if options.out:
         options.out.write_text(
             TEXT.format(

@@ -74,6 +74,7 @@ def _serve(connection: Connection, runtime: RuntimeConfig, logs: Path) -> None:
             method, args = connection.recv()
             if method == "build":
                 args = (*args, RankInfo("generator", 0, 0, 1, "127.0.0.1", 0, logs))
+            answer: tuple[Any, Exception | None]
             try:
                 answer = getattr(generator, method)(*args), None
             except Exception as error:

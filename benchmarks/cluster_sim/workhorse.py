@@ -134,7 +134,7 @@ class SimWorkhorse(Workhorse):
             ended=np.ones(count, bool),
         )
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> SimUpdate:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None, merged: bool = True) -> SimUpdate:
         self._work("export")
         size = HALF_BYTES * self.spec.part.num_parameters / self.spec.scale.parameters / self.rank_info.world_size
         return SimUpdate(version, (SimBucket(ray.put(np.zeros(int(size), np.uint8)), self.rank_info.rank),))

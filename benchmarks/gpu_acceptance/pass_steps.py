@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_acceptance.generation_steps import MISMATCH
 from benchmarks.gpu_acceptance.setting import Setting, check
@@ -29,6 +30,7 @@ class BodyAlone(Component[Forward[Texts]]):
     logged = "nll"
 
     def terms(self, forward: Forward[Texts], totals: StepTotals) -> Terms:
+        assert isinstance(forward.hidden, Tensor)
         return Terms(forward.hidden.float())
 
 

@@ -39,8 +39,9 @@ TINY = FreshBase(
 GROUPS = {
     "models": "conversations families handles harness_task lag learner memory_model offline published_shards",
     "processes": "failures pool reservations signs staging",
-    "vllm": "direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving sleeping_generator",
-    "ranks": "fsdp2 layouts megatron non_finite options sequence_parallel",
+    "vllm": "adapter_sync direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving "
+    "sleeping_generator",
+    "ranks": "adapters fsdp2 layouts megatron non_finite options sequence_parallel",
     "prefect": "audit_and_promotion review suspension template_databases",
 }
 """Files that share what takes seconds to start, the longest first: a Ray whose Workhorses are used again, vLLM's

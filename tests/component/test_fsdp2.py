@@ -28,7 +28,6 @@ from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import training_loss
 
 NUM_UPDATES = 3
@@ -74,11 +73,6 @@ def test_it_is_as_near_to_float64_as_zero_3(tiny_model: Path, batches: list[Text
     assert fsdp2 < 2e-6
 
 
-def with_adapters(spec: ModelSpec, other: Path) -> ModelSpec:
-    assert spec.training is not None
-    return replace(spec, training=spec.training.model_copy(update={"lora": LoRAConfig(rank=4, alpha=16.0)}))
-
-
 def above_a_trunk(spec: ModelSpec, other: Path) -> ModelSpec:
     """Its upper layer learns; the reference, above the same trunk, has another one."""
     weights = load_file(spec.directory / "model.safetensors")
@@ -98,25 +92,22 @@ def scored(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: li
     return done | {"scores": {name: values.values for name, values in ragged.items() if isinstance(values, Ragged)}}
 
 
-@pytest.mark.parametrize("change", [with_adapters, above_a_trunk])
-def test_adapters_and_upper_layers_learn_as_in_one_process(
-    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, change: Callable[[ModelSpec, Path], ModelSpec]
-) -> None:
+def test_upper_layers_learn_as_in_one_process(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
     """At level 2 weights are still gathered after the scores, and the next step must not use them."""
     runs = []
     for layout in ({}, FSDP2 | {"zero_stage": 2, "activation_checkpointing": True}):
-        spec = change(spec_of(tiny_model, layout, 32), tmp_path / "other")
+        spec = above_a_trunk(spec_of(tiny_model, layout, 32), tmp_path / "other")
         place = tmp_path / str(len(runs))
         ranks = run_ranks(spec, tmp_path, scored, batches, place)
         runs.append((collect(spec, ranks), ranks))
         names = {name.partition("/")[2] for file in place.glob("*.safetensors") for name in load_file(file)}
         assert names
-        assert all("lora_" in n or "layers.1." in n or n.startswith(("scalar.", "model.norm.")) for n in names)
+        assert all("layers.1." in n or n.startswith(("scalar.", "model.norm.")) for n in names)
     again = collect(spec, run_ranks(spec, tmp_path, part, batches, range(2, 3), place, None))
     assert all(np.array_equal(again.weights[name], whole) for name, whole in runs[-1][0].weights.items())
     (alone, [whole]), (run, ranks) = runs
     same(run, alone)
-    assert len(whole["scores"]) == 2 + (change is above_a_trunk)
+    assert len(whole["scores"]) == 3
     for name, values in whole["scores"].items():
         dealt = np.sort(np.concatenate([rank["scores"][name] for rank in ranks]))
         np.testing.assert_allclose(dealt, np.sort(values), atol=1e-5)
@@ -165,35 +156,53 @@ def test_a_mixture_of_experts_learns_as_under_zero(tiny_model: Path, batches: li
         assert np.linalg.norm(fsdp2[name] - whole) < 5e-5 * np.linalg.norm(whole), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_experts_learn_as_one_process(
-    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
+def shared_experts(model: Path, ranks: int) -> ModelSpec:
+    return spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32)
+
+
+@pytest.mark.parametrize(("ranks", "collapsed"), [(2, False), (4, True)])
+def test_gradients_of_shared_experts_are_those_of_float64(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int, collapsed: bool
 ) -> None:
-    """Gradients are those of float64, and another layout goes on from the snapshot."""
-    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
-    spec, place = spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32), tmp_path / "snapshot"
-    run_ranks(spec, tmp_path, part, batches, range(1), None, place)
+    """Also where all tokens take the experts of one peer, and the other computes none."""
+    model, place = (
+        mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False),
+        tmp_path / "now",
+    )
+    if collapsed:
+        weights = load_file(model / "model.safetensors")
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if name.endswith("mlp.gate.weight")}
+        save_file(weights | zeros, model / "model.safetensors", {"format": "pt"})
+    run_ranks(shared_experts(model, ranks), tmp_path, part, batches, range(1), None, place)
 
     module = HeadedLM(load_model(model), scalar_head=True).double().eval()
     module.lm.set_experts_implementation("eager")
     rows = as_tensors(batches[0])
     training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
-    named = {states.hugging_face_name(name): p for name, p in module.named_parameters()}
     assert norm > CONFIG.grad_clip
+    gradients = {states.hugging_face_name(name): p.grad for name, p in module.named_parameters()}
     with states.Reader(place) as saved:
-        for name, parameter in named.items():
-            assert parameter.grad is not None
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            if name.endswith("experts.down_proj"):
+                assert len(gradient.flatten(1).any(1).nonzero()) == (2 if collapsed else 4)
             # Adam's first moment after one step is (1 − β₁) of the clipped gradient.
-            moment = saved.read("exp_avg", name, Piece.of(tuple(parameter.shape))).double() / (1 - CONFIG.betas[0])
-            difference = torch.linalg.norm(moment - parameter.grad.flatten())
-            assert difference <= 1e-5 * torch.linalg.norm(parameter.grad) + 1e-9, name
+            moment = saved.read("exp_avg", name, Piece.of(tuple(gradient.shape))).double() / (1 - CONFIG.betas[0])
+            difference = torch.linalg.norm(moment - gradient.flatten())
+            assert difference <= 1e-5 * torch.linalg.norm(gradient) + 1e-9, name
 
-    alone_spec = spec_of(model, {}, 32)
-    alone = run_layout(alone_spec, batches, NUM_UPDATES, tmp_path)
-    run = collect(spec, run_ranks(spec, tmp_path, part, batches, range(NUM_UPDATES), None, None))
-    same(run, alone)
-    moved = collect(alone_spec, run_ranks(alone_spec, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
+
+def test_ranks_that_share_experts_learn_as_one_process(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path
+) -> None:
+    """Another layout goes on from their snapshot."""
+    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
+    shared, whole, place = shared_experts(model, 4), spec_of(model, {}, 32), tmp_path / "snapshot"
+    alone = run_layout(whole, batches, NUM_UPDATES, tmp_path)
+    same(collect(shared, run_ranks(shared, tmp_path, part, batches, range(NUM_UPDATES), None, None)), alone)
+    run_ranks(shared, tmp_path, part, batches, range(1), None, place)
+    moved = collect(whole, run_ranks(whole, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
     assert differences(Run(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
 
 

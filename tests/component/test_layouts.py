@@ -331,10 +331,10 @@ def test_every_rank_sends_its_share_of_the_weights(tiny_model: Path, tmp_path: P
 class Exporter(Learner):
     """Tells by how much its memory grows as it exports, shared memory included, and how much it packs."""
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> Any:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None, merged: bool = True) -> Any:
         Path("/proc/self/clear_refs").write_text("5")
         before = _memory("VmRSS")
-        update = super().export_weights(version, shared, dtype)
+        update = super().export_weights(version, shared, dtype, merged)
         self.grown = _memory("VmHWM") - before
         return update
 

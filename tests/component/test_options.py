@@ -1,9 +1,8 @@
-"""How the engines may train: bfloat16 passes, states elsewhere, activations computed again, LoRA adapters."""
+"""How the engines may train: bfloat16 passes, states elsewhere, activations computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,7 @@ from tests.component.models import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import StepTotals, TextBatch
-from xray_runtime.engines.states import Reader
 from xray_runtime.kernel.config.section import RuntimeConfig
-from xray_runtime.kernel.store.shards import Piece, read_shards
-from xray_runtime.models.causal_lm import load_model
-from xray_runtime.models.lora import LoRAConfig
 
 NUM_UPDATES = 3
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (1, 2, 3))
@@ -147,35 +142,3 @@ def test_activations_computed_again_are_the_same_bits(
         for flag in (False, True)
     )
     same_bits(again, kept)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({}, id="alone", marks=pytest.mark.long),
-        pytest.param(ZERO_3 | BF16, id="ZeRO-3 on 2, bfloat16"),
-    ],
-)
-def test_adapters_are_published_as_peft_would_merge_them(
-    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    spec = spec_of(tiny_model, layout, 32)
-    assert spec.training is not None
-    training = spec.training.model_copy(update={"lora": LoRAConfig(rank=4, alpha=16.0)})
-    run = goes_on_alike(replace(spec, training=training, adapter_seed=7), batches, tmp_path)
-
-    shapes = {key: piece.shape for shard in read_shards(tmp_path / "end") for key, piece in shard.pieces.items()}
-    names = {key.removeprefix("weight/"): shape for key, shape in shapes.items() if key.startswith("weight/model.")}
-    with Reader(tmp_path / "end") as saved:
-        adapters = {n: saved.read("weight", n, Piece.of(shape)).view(shape) for n, shape in names.items()}
-    assert all("lora_" in name for name in adapters)  # a snapshot holds these and the head alone
-    peft = get_peft_model(load_model(tiny_model), LoraConfig(r=4, lora_alpha=16.0, target_modules="all-linear"))
-    unknown = peft.base_model.model.load_state_dict(adapters, strict=False).unexpected_keys
-    assert not unknown
-    before, expected = load_file(tiny_model / "model.safetensors"), peft.merge_and_unload().state_dict()
-    assert run.weights.keys() == {n for n in before if n.endswith("_proj.weight")} | {"scalar.weight", "scalar.bias"}
-    for name in before.keys() & run.weights.keys():
-        assert torch.equal(torch.from_numpy(run.weights[name]), expected[name])
-        assert not torch.equal(expected[name], before[name])

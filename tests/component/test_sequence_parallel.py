@@ -26,12 +26,14 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.sequence_parallel import SequenceRanks
 from xray_runtime.ops.planner.memory import Layout, activation_bytes
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"num_key_value_heads": 4},
     "qwen2": {"num_key_value_heads": 1},
+    "qwen3_moe": EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.7},
 }
-"""Of four heads; by default two for keys and values."""
+"""Of four heads; by default two for keys and values. The mixture has a loss of its own."""
 BASE = FreshBase(
     vocab_size=320, hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=48, max_positions=64
 )
@@ -43,8 +45,7 @@ MICRO_BATCHES = [[0, 2, 6], [4, 1, 5], [3]]
 def computed(name: str, ranks: SequenceRanks | None = None) -> dict[str, Any]:
     """Losses, gradients and scores of a model by objective, with rows apart and with shared prompts."""
     module = headed(name, MODELS[name])
-    if ranks is not None:
-        module.share_sequences(ranks, "engine")
+    module.sequence_ranks = ranks
     found: dict[str, Any] = {}
     for objective_name, make in TRAINED.items():
         objective = make()
@@ -74,6 +75,7 @@ def shared_by_ranks(learner: Learner, deal: Any, name: str) -> dict[str, Any]:
         ("llama", 4),
         ("qwen3", 2),
         pytest.param("qwen2", 2, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", 2, marks=pytest.mark.long),
         pytest.param("qwen2", 4, marks=pytest.mark.long),
     ],
 )
@@ -98,8 +100,7 @@ def test_ranks_that_share_tokens_compute_what_one_process_does(tmp_path: Path, n
 def kept_bytes(model: Path, num_tokens: int, ranks: SequenceRanks | None = None) -> int:
     """Bytes that a training pass over one row keeps for its backward pass, weights apart."""
     module = HeadedLM(load_model(model)).eval()
-    if ranks is not None:
-        module.share_sequences(ranks, "engine")
+    module.sequence_ranks = ranks
     ids = np.random.default_rng(0).integers(5, 280, size=num_tokens).tolist()
     kept: dict[int, int] = {}
 

@@ -58,7 +58,7 @@ OWNERS = {
     "deepspeed": {"xray_runtime/engines/trainers/deepspeed/", "xray_runtime/engines/generators/deepspeed/"},
     "megatron": {"xray_runtime/engines/trainers/megatron/"},
     "fsspec": {"xray_runtime/kernel/store/shared.py"},
-    "peft": {"xray_runtime/models/adapters.py"},
+    "peft": {"xray_runtime/models/adapter_files.py"},
     "lm_eval": {"xray_runtime/methods/lm_eval/body.py"},
     "reasoning_gym": {"xray_runtime/agents/environments/reasoning_gym.py"},
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.models.lora import LoRAConfig
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.generator")
 """Modules that run it, so that a stage's key digests their code."""
@@ -19,6 +20,8 @@ class GeneratorSpec:
     directory: Path
     max_length: int
     config: GeneratorConfig = field(default_factory=GeneratorConfig)
+    adapter: LoRAConfig | None = None
+    """Syncs bring an adapter with these fields, and never the weights of `directory`."""
 
     @property
     def layout(self) -> GeneratorConfig:

@@ -52,7 +52,7 @@ class ModelProxy:
     ) -> None:
         self.model, self._role = model, role
         self._replicas = num_replicas if isinstance(layout, GeneratorConfig) else Topology.of(layout).data
-        self.score = _Call(self._score)
+        self.score, self.reference = _Call(self._score), _Call(self._reference)
         self.train, self.generate, self.follow = _Call(self._train), _Call(self._generate), _Call(self._follow)
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +60,9 @@ class ModelProxy:
 
     def _score(self, rows: TextBatch) -> Ref[Scores]:
         return self.model.score.remote(self._scattered(rows))
+
+    def _reference(self, rows: TextBatch) -> Ref[Scores]:
+        return self.model.reference.remote(self._scattered(rows))
 
     def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> Ref[dict[str, float]]:
         return self.model.train.remote(self._scattered(rows), totals, lr)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Route
     from xray_runtime.engines.sync.shared_memory import SharedWriter
+    from xray_runtime.models.objectives import Objective
 
 
 @plain_errors
@@ -114,13 +115,22 @@ class Learner(PublishedChecks, Workhorse):
 
         Remembers the output of a frozen trunk for updates on rows with the same `id`, and for scoring the same rows.
         """
-        import torch
-
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
+        return self._scores(self.spec.objective, rows)
+
+    def reference(self, rows: TextBatch) -> Scores:
+        """The scores of `rows` by `spec.reference`, with the adapters off."""
+        assert self.spec.reference is not None
+        with self.module.adapters.off():
+            return self._scores(self.spec.reference, rows)
+
+    def _scores(self, objective: Objective, rows: TextBatch) -> Scores:
+        import torch
+
         batches = self._micro_batches(rows, self.spec.score_tokens)
         with self._turn(self.spec.scoring_at_once), torch.no_grad():
-            passes = self.scorer.evaluate(self.spec.objective.score, batches)
+            passes = self.scorer.evaluate(objective.score, batches)
             return joined((batch, as_arrays(scores)) for batch, scores in passes)
 
     def train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
@@ -207,12 +217,13 @@ class Learner(PublishedChecks, Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None, merged: bool = True) -> WeightUpdate:
         """This rank's share of its pipeline stage's trained weights, by Hugging Face name.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
             dtype: to send them in; None: as they are.
+            merged: adapters as whole matrices; else under peft's names.
         """
         from xray_runtime.engines.sync.object_store import pack
         from xray_runtime.engines.sync.shared_memory import SharedWriter
@@ -220,7 +231,8 @@ class Learner(PublishedChecks, Workhorse):
         assert self.engine is not None
         self._shared = self._shared or SharedWriter()
         with self._turn():
-            return pack(self._weights(head=False), version, self._shared if shared else None, dtype, self.engine.turn)
+            weights = self._weights(head=False, merged=merged)
+            return pack(weights, version, self._shared if shared else None, dtype, self.engine.turn)
 
     def weight_names(self) -> set[str]:
         """Names of the trained weights; a collective."""
@@ -282,17 +294,18 @@ class Learner(PublishedChecks, Workhorse):
     def _who(self) -> str:
         return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
 
-    def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError."""
+    def _weights(self, *, head: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor) of trained weights, one at a time; see `Engine.weights`. Raises
+        NonFiniteError."""
         from xray_runtime.algorithms.finite import all_finite
         from xray_runtime.models.weight_files import HEAD_PREFIX
 
         assert self.engine is not None
-        for name, tensor in self.engine.weights():
+        for name, tensor in self.engine.weights(merged=merged):
             if not all_finite(tensor):
                 raise NonFiniteError(f"{self._who}: the weight {name} has numbers that are not finite")
             if not name.startswith(HEAD_PREFIX):
-                yield from self._published(name, tensor).items()
+                yield from self._published(name, tensor).items() if merged else [(name, tensor)]
             elif head:
                 yield name, tensor
 

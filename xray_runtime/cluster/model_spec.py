@@ -62,6 +62,8 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+    reference: Objective | None = None
+    """The scores of this model with its adapters off, the reference of a policy."""
     scoring_at_once: int = 1
     """Models that score at the same time, this one included: on a CPU they share `runtime.threads`."""
     training_at_once: int = 1

@@ -101,7 +101,9 @@ class Pingable(Protocol):
 
 
 class ExportWeights(Protocol):
-    def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
+    def remote(
+        self, version: int, shared: bool = False, dtype: str | None = None, merged: bool = True
+    ) -> Ref[WeightUpdate]: ...
 
 
 class Save(Protocol):
@@ -129,6 +131,7 @@ class ModelHandle(_WithoutRows, Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
     score: Method[[TextBatch], Scores]
+    reference: Method[[TextBatch], Scores]
     train: Method[[TextBatch, StepTotals, float], dict[str, float]]
     generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     follow: Method[[ModelHandle, int], str | None]
@@ -138,6 +141,7 @@ class WholeModelHandle(_WithoutRows, Protocol):
     """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
 
     score: Method[[Scattered[TextBatch]], Scores]
+    reference: Method[[Scattered[TextBatch]], Scores]
     train: Method[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
     generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: Method[[WholeModelHandle, int], str | None]
@@ -176,8 +180,9 @@ class WorkhorseHandle(Protocol):
 
     # Learner
     score: Method[[TextBatch], Scores]
+    reference: Method[[TextBatch], Scores]
     train: Method[[TextBatch, StepTotals, float], dict[str, float]]
-    export_weights: Method[[int, bool, str | None], WeightUpdate]
+    export_weights: Method[[int, bool, str | None, bool], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
+from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import check_environment
@@ -30,13 +32,15 @@ from xray_runtime.engines.sync.route import Device, Route, choose_route
 from xray_runtime.engines.topology import Topology
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.generator_spec import GeneratorSpec
-    from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
+    from xray_runtime.models.lora import LoRAConfig
 
 T = TypeVar("T")
 B = TypeVar("B", bound=ColumnBatch)
@@ -127,6 +131,12 @@ class WholeModel:
         self._check_finite(answers, self._reporting())
         return _in_order(answers, rows)
 
+    def reference(self, rows: Scattered[TextBatch]) -> Scores:
+        """`Learner.reference` of all rows, in order. Raises NonFiniteError as `score`."""
+        answers = self._scatter(rows, lambda w, shard: w.reference.remote(shard))
+        self._check_finite(answers, self._reporting())
+        return _in_order(answers, rows)
+
     def train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float) -> dict[str, float]:
         """One optimizer step over all rows; answers with sums over the rows and `grad_norm`.
 
@@ -158,9 +168,12 @@ class WholeModel:
         self._check_finite([replies[first] for first in firsts], firsts)
         return _in_order([replies[first] for first in firsts], rows)
 
-    def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
-        """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+    def export_weights(
+        self, version: int, shared: bool = False, dtype: str | None = None, merged: bool = True
+    ) -> WeightUpdate:
+        """The trainable weights as version `version`, in shared memory of this machine or in the object store; adapters
+        merged into their matrices, or as they are."""
+        updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype, merged))
         # Ranks of a stage divide its buckets; generators load a layer at a time, and so want them in order.
         placed = {(self._topology.stage(rank), b.place): b for rank, own in enumerate(updates) for b in own.buckets}
         return replace(updates[0], buckets=tuple(placed[place] for place in sorted(placed)))
@@ -195,7 +208,7 @@ class WholeModel:
             self._routes[policy] = self._route(policy)
         route = self._routes[policy]
         if route.transport == "plasma":
-            update = get(policy.export_weights.remote(version, route.shared, route.dtype))
+            update = get(policy.export_weights.remote(version, route.shared, route.dtype, not route.adapter))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
@@ -209,7 +222,9 @@ class WholeModel:
 
         assert isinstance(self._spec.layout, GeneratorConfig)
         devices = get(policy.where.remote()), self.where()
-        return choose_route(self._runtime.weight_transfer, self._spec.layout, *devices, names)
+        adapter = isinstance(self._spec, GeneratorSpec) and self._spec.adapter is not None
+        wanted = "plasma" if adapter else self._runtime.weight_transfer
+        return replace(choose_route(wanted, self._spec.layout, *devices, names), adapter=adapter)
 
     def whole_weight_names(self) -> set[str] | None:
         """Names of the trained weights; None if no rank has all of them whole."""
@@ -247,12 +262,25 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
+        assert isinstance(self._spec, ModelSpec)
+        if self._spec.training is not None and self._spec.training.lora is not None:
+            self._save_adapter(directory / ADAPTER, self._spec.training.lora)
         here = [rank for rank, own in enumerate(directories) if own == directory]
         self._check_saved(directory, head_file, {n: d for own in written for n, d in own.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():
             calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
             digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
             write_digests(directory, directory, digests)
+
+    def _save_adapter(self, directory: Path, lora: LoRAConfig) -> None:
+        """Write what was trained in peft's form, with the digest of the checkpoint that it belongs to."""
+        from xray_runtime.engines.sync.object_store import unpack
+        from xray_runtime.models.adapter_files import write_adapter
+
+        update, base = self.export_weights(0, merged=False), self._spec.directory
+        tensors = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
+        sha256 = file_sha256(base / MANIFEST) if (base / MANIFEST).is_file() else ""
+        write_adapter(directory, lora, tensors, base.name, sha256)
 
     def _check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], here: list[int]) -> None:
         """`published_check.check_published`, by the first rank on this node, or in this process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -26,11 +26,13 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
     def __call__(self, text: str, **options: Any) -> Any: ...
 
     def get_vocab(self) -> dict[str, int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]: ...
 

@@ -52,6 +52,10 @@ class TrainerCapabilities:
     """Activations are computed again in the backward pass."""
     lora: bool = False
     """Adapters, on models that are whole or sharded over data-parallel ranks."""
+    split_lora: bool = False
+    """Adapters under tensor and pipeline parallelism, too."""
+    dora_levels: tuple[int, ...] = ()
+    """Levels of sharding at which a layer's frozen matrix is whole when its adapter is computed, which DoRA needs."""
     trainable_layers: bool = False
     """The top layers alone, above a frozen trunk."""
     scoring: bool = False
@@ -84,6 +88,10 @@ class GeneratorCapabilities:
     """Linear layers that it holds as one, so that a transfer from GPU to GPU must bring them together."""
     bfloat16_on_gpu: bool = False
     """It computes in bfloat16 on GPUs; others in float32 everywhere."""
+    adapters: bool = False
+    """It computes adapters beside the frozen weights, so that a sync brings these alone."""
+    adapter_rank: int = 0
+    """The highest rank of such adapters."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
     memory_pool: bool = False

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from xray_runtime.data.batch import TextBatch
+from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.engines.threads import in_threads
+from xray_runtime.models.weight_files import HEAD_PREFIX
+
+if TYPE_CHECKING:
+    from xray_runtime.models.adapters import Whole
+    from xray_runtime.models.heads import HeadedLM
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,19 @@ class Scorer:
         """Remove what a library would hold of the model after its last use here."""
 
 
+def whole_weights(
+    module: HeadedLM, trained: Iterable[tuple[str, Tensor]], whole: Whole, *, merged: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """`Engine.weights` of the `trained` parameters of `module`, by their names in it."""
+    adapters = module.adapters
+    for name, parameter in trained:
+        plain = hugging_face_name(name)
+        if adapters is None or plain.startswith(HEAD_PREFIX):
+            yield plain, whole(name, parameter)
+    if adapters is not None:
+        yield from adapters.merged(whole) if merged else adapters.unmerged(whole)
+
+
 class Engine(Protocol):
     """One rank of a trained model, which is a `Scorer` too."""
 
@@ -64,11 +83,11 @@ class Engine(Protocol):
         gradient norm before clipping. If it is not finite (on all ranks), no weight and no optimizer state has changed.
         """
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole float32 tensor) of this rank's trained parameters, one at a time.
 
-        In mixed precision these are the float32 masters. LoRA adapters are merged into their matrices. The scalar
-        head's names are `scalar.weight` and `scalar.bias`.
+        In mixed precision these are the float32 masters. Adapters are merged into their matrices or, unless `merged`,
+        come as they are under peft's names. The scalar head's names are `scalar.weight` and `scalar.bias`.
         """
 
     def save(self, directory: Path) -> None:

@@ -17,6 +17,8 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.sync.versioned import VersionedWeights
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.models.adapter_files import adapter_files
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.weight_files import weight_files
 
 
@@ -26,25 +28,38 @@ class Generation:
     Args:
         directory: Hugging Face checkpoint to start from, as weight version 0.
         max_length: longest prompt and reply together, in tokens.
+        adapter: updates bring an adapter with these fields, and never the checkpoint's own weights.
 
     Attributes:
         weights: the weights it holds, with their version.
     """
 
     def __init__(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig | None = None,
     ) -> None:
-        self._shape, self._directory = _shape(directory, max_length, config), directory
-        self._sampler = generator(config.engine).sampler(directory, max_length, config, runtime, rank)
+        self._shape, self._directory = _shape(directory, max_length, config, adapter), directory
+        plug, given = generator(config.engine), (directory, max_length, config, runtime, rank)
+        self._sampler = plug.sampler(*given) if adapter is None else plug.adapter_sampler(*given, adapter)
         self.layers_of = self._sampler.layers_of
-        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of)
+        # A checkpoint of what was trained on this one has the adapter beside its weights.
+        files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
+        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
 
-    def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
-        """Whether the checkpoint differs from this engine's first one only in its weights."""
-        return _shape(directory, max_length, config) == self._shape
+    def fits(
+        self, directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None = None
+    ) -> bool:
+        """Whether the checkpoint differs from this engine's first one only in weights that it can replace."""
+        return _shape(directory, max_length, config, adapter) == self._shape
 
     def restart(self, directory: Path, version: int = 0) -> None:
-        """Hold the weights of `directory`, which differs only in its weights, as `version`."""
+        """Hold the weights of `directory`, which differs only in its weights (or has an adapter for them), as
+        `version`."""
         self._directory = directory
         self.weights.restart(directory, version)
 
@@ -104,8 +119,8 @@ def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Rep
     return Reply(reply.token_ids[:end], reply.logprobs[:end])
 
 
-def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:
+def _shape(directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None) -> tuple[object, ...]:
     names = sorted(weight_files(directory))
-    if not names:
-        return directory, max_length, config
+    if not names or adapter is not None:
+        return directory, max_length, config, adapter
     return (directory / "config.json").read_text(), names, max_length, config

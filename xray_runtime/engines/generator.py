@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig
+    from xray_runtime.models.lora import LoRAConfig
 
 
 class MemoryPool(Protocol):
@@ -68,6 +69,19 @@ class Generator(GeneratorPlug, Protocol):
             directory: a checkpoint in Hugging Face form.
             max_length: longest prompt and reply together, in tokens.
         """
+
+    def adapter_sampler(
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig,
+    ) -> Sampler:
+        """As `sampler`, for a model whose `write` gets peft's names of an adapter with these fields, or nothing, which
+        takes it out. With `capabilities.adapters`."""
+        raise AssertionError(f"{type(self).__name__} is not asked for this")
 
     def memory_pool(self) -> MemoryPool:
         """With `capabilities.memory_pool`."""

@@ -52,6 +52,9 @@ class ModelRole:
     lora: LoRAConfig | None = None
     branches: int = 0
     """Number of frozen models that are branches of its trunk."""
+    computed_by: str | None = None
+    """The trained role that computes its scores with its adapters off, unless the stage has an input of this role's
+    name that is another model than `shape`."""
     trunk: str | None = None
     """The trained role whose branch it becomes if both have the same base and trained layers."""
 
@@ -70,7 +73,18 @@ class ModelRole:
 
 
 def models_of(call: Call) -> dict[str, ModelRole]:
-    """The models of a stage by name. Raises TypeError: its kind declares something else."""
+    """The models that a stage opens, by name. Raises TypeError as `all_models`."""
+
+    def is_opened(name: str, role: ModelRole) -> bool:
+        start = call.parents.get(role.shape or "")
+        return role.computed_by is None or call.parents.get(name, start) is not start
+
+    return {name: role for name, role in all_models(call).items() if is_opened(name, role)}
+
+
+def all_models(call: Call) -> dict[str, ModelRole]:
+    """The models of a stage by name, also those that another computes. Raises TypeError: its kind declares something
+    else."""
     roles: dict[str, ModelRole] = {}
     for name, role in call.kind.models(call.config).items():
         if not isinstance(role, ModelRole):

@@ -173,7 +173,8 @@ def load_shard(
     head = module.lm.get_output_embeddings()
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()
-        head.weight = value.to(device).requires_grad_()
+        # Beside adapters nothing reads its gradient.
+        head.weight = value.to(device).requires_grad_(module.adapters is None)
     load_buffers(module, weights, device)
     if mapped:
         module.register_forward_hook(lambda *_: weights.mapped.check_unchanged())

@@ -33,7 +33,7 @@ BYTES = 4
 def hugging_face_name(name: str) -> str:
     """A `HeadedLM` parameter's name in its causal LM's checkpoint; names of the scalar head stay `scalar.…`.
 
-    peft calls a layer with a LoRA adapter `base_layer`.
+    A layer with an adapter is its `base_layer`.
     """
     return name.removeprefix("lm.").replace(".base_layer.", ".")
 

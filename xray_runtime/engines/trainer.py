@@ -92,19 +92,25 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
 
 
 def _share_sequences(module: HeadedLM, layout: ComputedConfig, field: str) -> None:
-    """Have the sequence-parallel ranks of `layout`, the field `field`, share the tokens of each row."""
-    if layout.sequence_parallel == 1:
+    """Have the sequence-parallel ranks of `layout`, the field `field`, share the tokens of each row. Raises ValueError:
+    the model does not allow it."""
+    if (size := layout.sequence_parallel) == 1:
         return
+    refused, heads = f"{field}.sequence_parallel: {size} is not allowed", module.lm.config.num_attention_heads
+    if not module.packs:
+        raise ValueError(f"{refused}: the sequences of a {type(module.lm).__name__} cannot be packed into one row")
+    if heads % size:
+        raise ValueError(f"{refused}: it must divide the model's {heads} heads")
     import torch.distributed as dist
 
     from xray_runtime.engines.process_group import TIMEOUT
     from xray_runtime.engines.topology import Topology
     from xray_runtime.models.sequence_parallel import SequenceRanks
 
-    topology, rank, size = Topology.of(layout), dist.get_rank(), layout.sequence_parallel
+    topology, rank = Topology.of(layout), dist.get_rank()
     # Every rank makes every group, as torch requires.
     groups = [
         dist.new_group([topology.rank(0, data, 0, sequence) for sequence in range(size)], timeout=TIMEOUT)
         for data in range(topology.data)
     ]
-    module.share_sequences(SequenceRanks(groups[topology.data_rank(rank)], topology.sequence_rank(rank), size), field)
+    module.sequence_ranks = SequenceRanks(groups[topology.data_rank(rank)], topology.sequence_rank(rank), size)

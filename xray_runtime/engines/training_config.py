@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig, check_one_row_each
+from xray_runtime.engines.layouts import GENERATORS, TRAINERS, EngineConfig, GeneratorConfig, check_one_row_each
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section, UnitInterval
-from xray_runtime.kernel.plugs import unsupported
+from xray_runtime.kernel.plugs import able, can, unsupported
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
 if TYPE_CHECKING:
@@ -74,13 +74,30 @@ def check_sampled(lora: LoRAConfig | None, generator: GeneratorConfig, runtime: 
             )
 
 
+def unserved(lora: LoRAConfig, generator: GeneratorConfig) -> str | None:
+    """Why `generator` cannot compute these adapters beside the frozen weights; None: it can."""
+    what = f"generator.engine = {generator.engine!r}"
+    if not can(generator.capabilities, "adapters"):
+        return unsupported("adapter_sync = 'adapter'", what, able(GENERATORS, "adapters"))
+    if lora.dora:
+        return unsupported("lora.dora with adapter_sync = 'adapter'", what, why="no generator computes DoRA's norms")
+    if lora.rank > generator.capabilities.adapter_rank:
+        most = f"it computes at most {generator.capabilities.adapter_rank}"
+        return unsupported(f"lora.rank = {lora.rank} with adapter_sync = 'adapter'", what, why=most)
+    return None
+
+
 def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: EngineConfig, name: str) -> None:
     """Raises ValueError if `engine`, the field `name`, cannot train adapters alone, or the top `layers` alone."""
     if lora is not None:
         engine.require("lora", "lora", name)
-        if engine.is_split:
-            where = f"{name}.tensor_parallel = {engine.tensor_parallel} and {name}.pipeline_parallel = "
-            raise ValueError(unsupported("lora", f"{where}{engine.pipeline_parallel}", why="adapters are not split"))
+        for field in ("tensor_parallel", "pipeline_parallel"):
+            if (degree := getattr(engine, field)) > 1 and not engine.capabilities.split_lora:
+                raise ValueError(unsupported("lora", f"{name}.{field} = {degree}", able(TRAINERS, "split_lora")))
+        if lora.dora and (engine.tensor_parallel > 1 or engine.sharding_level not in engine.capabilities.dora_levels):
+            field = "tensor_parallel" if engine.tensor_parallel > 1 else "zero_stage"
+            where = f"{name}.{field} = {getattr(engine, field)}"
+            raise ValueError(unsupported("lora.dora", where, why="it needs each frozen matrix whole in every pass"))
     if layers is not None:
         feature = f"trainable_layers = {layers}"
         engine.require("trainable_layers", feature, name)

@@ -1,13 +1,18 @@
-"""LoRA adapters in a causal LM, through peft: beside a frozen matrix W stands scaling · B·A (Hu et al. 2021).
+"""Low-rank adapters in a causal LM: beside a frozen matrix W stands s · B·A (Hu et al. 2021, "LoRA").
 
-Only A [rank, in] and B [out, rank] are trained and saved in snapshots. Everywhere else, in checkpoints and generators,
-the layer is one whole matrix again, W + scaling · B·A under its Hugging Face name, as peft's own `merge_and_unload`
-makes it.
+    LoRA     y = W x + s B A x            s = alpha / rank
+    rsLoRA   the same                     s = alpha / √rank        (Kalajdzievski 2023)
+    DoRA     y = m ⊙ (W + s B A) x / ‖W + s B A‖                   (Liu et al. 2024; the norm of each row, a constant
+                                                                    in the backward pass, as its section 4.3 says)
+
+Only A [rank, in], B [out, rank] and m [out] are trained and saved in snapshots. They are published beside the whole
+matrices, W + s B A under their Hugging Face names, and read by peft, which computes the same (`tests`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,58 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from xray_runtime.kernel.errors import first_line
 from xray_runtime.models.lora import LoRAConfig
-from xray_runtime.models.weight_files import read_tensor, weight_files
+from xray_runtime.models.weight_files import MappedFiles, weight_files
 
-ADAPTER = "default"
 LINEAR = nn.Linear, Conv1D
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields by which families name the number of experts in a layer."""
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of a model's layers."""
+
+Whole = Callable[[str, Any], Tensor]
+"""(name in the `HeadedLM`, parameter) → its whole float32 value, however it is sharded; every rank that holds a part
+calls it."""
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with an adapter.
+
+    Args:
+        dora: with a magnitude, whose values are not set yet.
+    """
+
+    def __init__(self, base: Any, rank: int, scaling: float, *, dora: bool) -> None:
+        super().__init__()
+        self.transposed = isinstance(base, Conv1D)
+        out, inner = base.weight.shape[::-1] if self.transposed else base.weight.shape
+        self.base_layer, self.scaling, self.is_off = base, scaling, False
+        # On the CPU and with values, also beside a weight on the meta device. torch draws A as peft does.
+        self.lora_A, self.lora_B = nn.Linear(inner, rank, bias=False), nn.Linear(rank, out, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+        self.magnitude = nn.Parameter(torch.empty(out)) if dora else None
+        self.between: Callable[[Tensor], Tensor] = lambda low: low
+        """What tensor-parallel peers do with A x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [..., out] of inputs [..., in]."""
+        plain: Tensor = self.base_layer(x)
+        if self.is_off:
+            return plain
+        added: Tensor = self.lora_B(self.between(self.lora_A(x))) * self.scaling
+        if self.magnitude is None:
+            return plain + added
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        whole = (weight.T if self.transposed else weight) + self.scaling * (self.lora_B.weight @ self.lora_A.weight)
+        share = self.magnitude / torch.linalg.norm(whole, dim=1).detach()
+        unbiased = plain if bias is None else plain - bias
+        scaled: Tensor = plain + (share - 1.0) * unbiased + share * added
+        return scaled
+
+    def parts(self) -> dict[str, Tensor]:
+        """Its trained parameters by name."""
+        found = {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
+        return found if self.magnitude is None else found | {"magnitude": self.magnitude}
 
 
 class Adapters:
@@ -39,54 +88,109 @@ class Adapters:
     """
 
     def __init__(self, lm: Any, config: LoRAConfig, checkpoint: Path, seed: int) -> None:
-        from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora import LoraLayer
-
-        self._files = weight_files(checkpoint)
-        output = lm.get_output_embeddings()
-        wanted = LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            target_modules=linear_layers(lm) if config.target_modules is None else list(config.target_modules),
-        )
-        try:
-            inject_adapter_in_model(wanted, lm, ADAPTER)
-        except ValueError as error:
-            reason = first_line(error)
-            raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {reason}") from error
-        self._layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
-        for name, layer in self._layers.items():
-            base = layer.get_base_layer()
-            problem = None
-            if base is output or isinstance(base, nn.Embedding):
-                problem = "is an embedding or the output layer, which may share its weight with another"
-            elif not isinstance(base, LINEAR):
-                problem = f"is a {type(base).__name__}, such as the experts of a mixture, and no linear layer"
-            if problem is not None:
-                raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {name} {problem}")
+        self.config, self._lm = config, lm
+        self._files, self._mapped = weight_files(checkpoint), MappedFiles()
+        names = adapted_layers(lm, config)
+        lm.requires_grad_(False)
+        self.layers: dict[str, AdaptedLinear] = {}
+        """By name in `lm`."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            for layer in self._layers.values():
-                # Beside a weight on the meta device, peft puts adapters there too.
-                for side in (layer.lora_A, layer.lora_B):
-                    side[ADAPTER].to_empty(device="cpu")
-                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+            for name in names:
+                base = lm.get_submodule(name)
+                layer = AdaptedLinear(base, config.rank, config.scaling, dora=config.dora)
+                if layer.magnitude is not None:
+                    weight = base.weight.detach() if not base.weight.is_meta else self._weight(name)
+                    layer.magnitude.data = torch.linalg.norm(weight.T if layer.transposed else weight, dim=1)
+                self.layers[name] = layer
+                lm.set_submodule(name, layer)
 
-    def merged(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, W + scaling · B·A) of every adapted layer, float32, one at a time.
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute with the frozen model alone: what `lm` was before it had adapters."""
+        for layer in self.layers.values():
+            layer.is_off = True
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.is_off = False
 
-        `whole` gives an adapter's whole float32 value, however it is sharded; every rank that holds a part calls it.
-        """
-        for name, layer in self._layers.items():
-            a, b = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
-            delta = (b @ a) * layer.scaling[ADAPTER]
-            weight = read_tensor(self._files, f"{name}.weight").to(delta.device)
-            yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)
+    @contextlib.contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Leave only the frozen layers in the model, for what replaces them by others."""
+        for name, layer in self.layers.items():
+            self._lm.set_submodule(name, layer.base_layer)
+        yield
+        for name, layer in self.layers.items():
+            layer.base_layer = self._lm.get_submodule(name)
+            self._lm.set_submodule(name, layer)
+
+    def keep(self, lm: Any) -> None:
+        """Forget the layers that are no longer in `lm`, as other pipeline stages have them."""
+        held = dict(lm.named_modules())
+        self.layers = {name: layer for name, layer in self.layers.items() if held.get(name) is layer}
+
+    def merged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, matrix that computes the same without an adapter) of every adapted layer, one at a
+        time."""
+        for name, layer in self.layers.items():
+            own = {part: whole(f"lm.{name}.{part}", parameter) for part, parameter in layer.parts().items()}
+            delta = (own["lora_B.weight"] @ own["lora_A.weight"]) * layer.scaling
+            weight = self._weight(name).to(delta.device) + (delta.T if layer.transposed else delta)
+            if layer.magnitude is not None:
+                rows = 0 if layer.transposed else 1
+                share = own["magnitude"] / torch.linalg.norm(weight, dim=rows)
+                weight = weight * (share if layer.transposed else share[:, None])
+            yield f"{name}.weight", weight
+
+    def unmerged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, whole float32 value) of every trained parameter, one at a time."""
+        for name, layer in self.layers.items():
+            for part, parameter in layer.parts().items():
+                peft = "lora_magnitude_vector" if part == "magnitude" else part
+                yield f"{PEFT_PREFIX}{name}.{peft}", whole(f"lm.{name}.{part}", parameter)
+
+    def _weight(self, name: str) -> Tensor:
+        # Mapped once: merging at every sync reads no file again.
+        return self._mapped.read(self._files, f"{name}.weight")
+
+
+def adapted_layers(lm: Any, config: LoRAConfig) -> list[str]:
+    """Names of the layers of `lm` that get adapters.
+
+    Raises:
+        ValueError: the model has no layer that `config.target_modules` names, or it is no linear layer.
+    """
+    if config.target_modules is None:
+        return linear_layers(lm)
+    output, found = lm.get_output_embeddings(), list[str]()
+    for name, module in lm.named_modules():
+        if not _is_named(name, config.target_modules):
+            continue
+        problem = None
+        if module is output or isinstance(module, nn.Embedding):
+            problem = "is an embedding or the output layer, which may share its weight with another"
+        elif not isinstance(module, LINEAR):
+            problem = f"is a {type(module).__name__}, such as the experts of a mixture, and no linear layer"
+        if problem is not None:
+            raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {name} {problem}")
+        found.append(name)
+    missing = [each for each in config.target_modules if not any(_is_named(name, [each]) for name in found)]
+    if missing:
+        raise ValueError(
+            f"lora.target_modules: {missing} is not allowed: a {type(lm).__name__} has no such layer; it has "
+            + ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers(lm)}))
+        )
+    return found
+
+
+def _is_named(name: str, targets: Collection[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def linear_layers(lm: Any) -> list[str]:
-    """Names of the linear layers of `lm` but its output layer and, in a mixture, its experts and what chooses them
-    (peft's "all-linear" wraps these too, and then trains neither)."""
+    """Names of the linear layers of `lm` but its output layer and, in a mixture, its experts and what chooses them."""
     output = lm.get_output_embeddings()
     mixtures = {name.rpartition(".")[0] for name, _ in lm.named_modules() if name.endswith(".experts")}
     counts = {getattr(lm.config, field, None) for field in NUM_EXPERTS}

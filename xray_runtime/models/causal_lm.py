@@ -24,6 +24,7 @@ from xray_runtime.data.tokenizing import named_template
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+from xray_runtime.models.adapter_files import with_adapter
 from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
@@ -46,18 +47,28 @@ WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 
 
-class Pretrained(NamedTuple):
-    """A pretrained model in float32."""
+class _Weights(NamedTuple):
+    """A model in float32, or its skeleton."""
 
     lm: Any
-    tokenizer: Tokenizer
     files: dict[str, Path]
     """A skeleton's tensors: name → its file."""
     left_out: list[str]
     """Tensors in its files that it does not need."""
 
 
-def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
+class Pretrained(NamedTuple):
+    """A pretrained model in float32."""
+
+    lm: Any
+    tokenizer: Tokenizer
+    files: dict[str, Path]
+    """See `_Weights`."""
+    left_out: list[str]
+    """See `_Weights`."""
+
+
+def read_pretrained(model: str, chat_template: str | None = None, adapter: str | None = None) -> Pretrained:
     """Read a model in float32 from a hub name, a directory, a .gguf file or a packaged name.
 
     A model whose files hold the tensors that it is saved with is only a skeleton, and `save_model` converts them one at
@@ -65,6 +76,7 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
 
     Args:
         chat_template: a name or a file, in place of the tokenizer's own.
+        adapter: a directory with a LoRA adapter in peft's form, which is merged into the model.
 
     Raises:
         ValueError: `model` cannot be found, or not be loaded without running code of its own, or its files hold another
@@ -75,9 +87,9 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
     try:
         if gguf:
             loaded, missing = load_weights(transformers.AutoModelForCausalLM, name, **options)
-            found = Pretrained(loaded, None, {}, [])
+            found = _Weights(loaded, {}, [])
         else:
-            check_no_adapter(name)
+            check_no_adapter(name, "name the model that it was trained on, and this directory as base.adapter")
             found, missing = _read_files(model, name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except ForeignModelError as error:
@@ -86,7 +98,11 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
         raise unloadable("base.model", model, error) from error
     if missing is not None:
         raise ValueError(f"base.model: {model!r} has no weights for {missing}")
-    lm = _without_quantization(found.lm) if gguf else found.lm
+    lm, files = _without_quantization(found.lm) if gguf else found.lm, found.files
+    if adapter is not None:
+        if files:
+            lm, files = load_weights(transformers.AutoModelForCausalLM, name, **options)[0], {}
+        lm = with_adapter(lm, Path(adapter), "base.adapter")
     if chat_template is not None:
         try:
             tokenizer.chat_template = named_template(chat_template)
@@ -97,11 +113,11 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
         no_row = check_vocabulary(lm, tokenizer)
     except ForeignModelError as error:
         raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
-    return Pretrained(lm, tokenizer, found.files, found.left_out + no_row)
+    return Pretrained(lm, tokenizer, files, found.left_out + no_row)
 
 
-def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
-    """(a model but for its tokenizer, a tensor that its files lack)."""
+def _read_files(model: str, name: str) -> tuple[_Weights, str | None]:
+    """(a model, a tensor that its files lack)."""
     lm: Any = skeleton(model)  # before weights are read
     check_class(lm.config, lm)
     check_publishable(lm)
@@ -114,11 +130,11 @@ def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
     if has_plain(files, saved):
         with contextlib.suppress(OSError):  # it has none
             lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
-        return Pretrained(lm, None, files, unused), None
+        return _Weights(lm, files, unused), None
     lm, report = load_reported(transformers.AutoModelForCausalLM, name)
     unused = left_out(lm, found, report["unexpected_keys"], saved)
     _untie(lm)
-    return Pretrained(lm, None, {}, unused), min(report["missing_keys"], default=None)
+    return _Weights(lm, {}, unused), min(report["missing_keys"], default=None)
 
 
 def _untie(lm: Any) -> None:

@@ -58,6 +58,8 @@ class HubModel(Section):
     chat_template: ChatTemplate | None = None
     """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
     checkpoint contains it."""
+    adapter: Source | None = None
+    """A directory with a LoRA adapter in peft's form, which is merged into `model`."""
 
 
 class PretrainedBase(HubModel):

@@ -77,7 +77,7 @@ class HeadedLM(nn.Module):
         """The model's own loss, if its config asks for one."""
         self.passes: NotedPasses | None = None
         self.sequence_ranks: SequenceRanks | None = None
-        """Those that share the tokens of each micro-batch, set by `share_sequences`."""
+        """Those that share the tokens of each micro-batch; set by `engines.trainer`."""
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -149,18 +149,7 @@ class HeadedLM(nn.Module):
         """Hidden states [N, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
             trunk = self._part(0, self.layers[: self.frozen_layers], nn.Identity())
-            return self._run(trunk, lengths, prompts, input_ids=input_ids)
-
-    def share_sequences(self, ranks: SequenceRanks, field: str) -> None:
-        """Compute, from now on, this rank's share of each micro-batch's tokens. Raises ValueError, which names `field`:
-        the model cannot be shared so."""
-        refused, heads = f"{field}.sequence_parallel: {ranks.size} is not allowed", self.lm.config.num_attention_heads
-        assert not self.has_trunk, "refused with the config"
-        if not self.packs:
-            raise ValueError(f"{refused}: the sequences of a {type(self.lm).__name__} cannot be packed into one row")
-        if heads % ranks.size:
-            raise ValueError(f"{refused}: it must divide the model's {heads} heads")
-        self.sequence_ranks = ranks
+            return self._run_whole(trunk, lengths, prompts, input_ids=input_ids)
 
     def hidden(
         self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
@@ -176,7 +165,13 @@ class HeadedLM(nn.Module):
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
         return self._run(top, lengths, prompts, inputs_embeds=states)
 
-    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Any:
+    def _run_whole(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
+        """`_run` of a model taken apart, whose ranks share no sequences."""
+        states = self._run(backbone, lengths, prompts, **entering)
+        assert isinstance(states, Tensor)
+        return states
+
+    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> States:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
         if self.passes is not None and torch.is_grad_enabled():
             backbone = functools.partial(self._noted, backbone, lengths)
@@ -227,17 +222,19 @@ class HeadedLM(nn.Module):
         if layers.start > 0:
             lm.set_submodule(parts.embeddings, nn.Identity())
         self.stage, self.frozen_layers, self.noted = layers, layers.start, None
+        if self.adapters is not None:
+            self.adapters.keep(lm)
 
     def stage_states(self, lengths: Tensor, prompts: Prompts | None = None, **entering: Tensor) -> Tensor:
         """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
         layers = self.layers[self.stage.start : self.stage.stop]
-        return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, prompts, **entering)
+        return self._run_whole(self._part(self.stage.start, layers, nn.Identity()), lengths, prompts, **entering)
 
     def branch_hidden(self, branch: Branch, trunk: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
         """Last hidden states [N, H] of a branch."""
         with torch.no_grad():
             part = self._part(self.frozen_layers, branch.layers, branch.norm)
-            return self._run(part, lengths, prompts, inputs_embeds=trunk)
+            return self._run_whole(part, lengths, prompts, inputs_embeds=trunk)
 
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
@@ -282,7 +279,8 @@ class HeadedLM(nn.Module):
         """Scalar head's output [N] of hidden states [N, H]."""
         head = self.scalar
         assert head is not None
-        return each_where_it_is(lambda own: head(own).squeeze(-1), hidden)
+        found: Tensor = each_where_it_is(lambda own: head(own).squeeze(-1), hidden)
+        return found
 
 
 class Branch(nn.Module):

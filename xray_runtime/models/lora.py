@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,6 +20,32 @@ class LoRAConfig(Section):
     """Rows of A and columns of B."""
     alpha: Positive = 32.0
     """Scale of B·A, divided by `rank`."""
+    rslora: bool = False
+    """Divide `alpha` by √rank instead, so that high ranks learn as fast (rsLoRA, Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the norm of each row of the matrix by itself (DoRA, Liu et al. 2024)."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer and
     a mixture's experts."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B·A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def peft_fields(self, base: str | None, layers: list[str]) -> dict[str, Any]:
+        """The content of peft's adapter_config.json for adapters in `layers` (the last parts of their names) of the
+        model `base`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "use_rslora": self.rslora,
+            "use_dora": self.dora,
+            "target_modules": layers,
+            "bias": "none",
+            "inference_mode": True,
+        }

@@ -275,12 +275,13 @@ def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_voca
 def lora_parameters(
     shape: ModelShape, rank: int, tp: int = 1, pp: int = 1, *, targets: tuple[str, ...] | None = None
 ) -> int:
-    """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them.
+    """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them. Tensor-parallel
+    ranks split the side that the matrix is split on; the other, of the hidden size, each has whole.
 
     `targets` names the projections; None, or a name no Llama has: all of them.
     """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    sizes = dict(zip(LINEAR_LAYERS, (h + q, h + kv, h + kv, q + h, *(h + shape.intermediate_size,) * 3), strict=True))
+    sizes = dict(zip(LINEAR_LAYERS, (q, kv, kv, q, *(shape.intermediate_size,) * 3), strict=True))
     known = targets is not None and all(name in sizes for name in targets)
     chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
-    return ceil_div(shape.num_layers, pp) * sum(ceil_div(rank * size, tp) for size in chosen)
+    return ceil_div(shape.num_layers, pp) * rank * sum(h + ceil_div(size, tp) for size in chosen)

@@ -31,7 +31,10 @@ class ForeignModelError(ValueError):
     """X-ray would train or publish this as another model; the text goes on after "it"."""
 
 
-def check_no_adapter(name: str) -> None:
+MERGED = "merge it first, with PeftModel.from_pretrained(…).merge_and_unload().save_pretrained(DIRECTORY)"
+
+
+def check_no_adapter(name: str, remedy: str = MERGED) -> None:
     """Raises ForeignModelError if a directory or a repository of a hub holds an adapter, alone or beside a model."""
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if Path(name).is_dir():
@@ -39,10 +42,7 @@ def check_no_adapter(name: str) -> None:
     else:
         held = [file for file in ADAPTER_FILES[:1] if cached_file(name, file, **options) is not None]
     if held:
-        raise ForeignModelError(
-            f"has {held[0]}, an adapter: merge it first, with PeftModel.from_pretrained(…).merge_and_unload()"
-            ".save_pretrained(DIRECTORY), and name that directory"
-        )
+        raise ForeignModelError(f"has {held[0]}, an adapter: {remedy}")
 
 
 def check_config(config: Any) -> None:

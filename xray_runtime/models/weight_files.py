@@ -49,7 +49,12 @@ def weight_files(directory: Path) -> dict[str, Path]:
 
 def tensors(directory: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a checkpoint's tensors in order of their names, one at a time: those in `names`, or all."""
-    for name, file in sorted(weight_files(directory).items()):
+    return tensors_in(weight_files(directory), names)
+
+
+def tensors_in(files: Mapping[str, Path], names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` of files by name."""
+    for name, file in sorted(files.items()):
         if names is None or name in names:
             # Opened for each tensor, as in `read_tensor`.
             with safe_open(file, framework="pt") as opened:

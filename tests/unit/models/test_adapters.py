@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from tests.unit.models.families import model
+from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import fresh_llama
+from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
@@ -42,7 +43,7 @@ def test_nothing_changes_until_an_adapter_learns(lm: Any, checkpoint: Path) -> N
     places = [
         f"{layer}.{name}" for layer in layers for name in LINEAR_LAYERS if (name[0] in "qkvo") == ("attn" in layer)
     ]
-    sides = {f"{place}.lora_{side}.default.weight" for place in places for side in "AB"}
+    sides = {f"{place}.lora_{side}.weight" for place in places for side in "AB"}
     assert learned == sides | {"scalar.weight", "scalar.bias"}
 
 
@@ -59,23 +60,53 @@ def test_the_seed_is_all_that_chance_depends_on(tiny_tokenizer: Any, checkpoint:
     assert not any(torch.equal(other[name], value) for name, value in one.items())
 
 
-def test_merged_as_peft_merges(tiny_tokenizer: Any, lm: Any, checkpoint: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rslora": True}, {"dora": True}, {"dora": True, "rslora": True, "target_modules": ["q_proj", "down_proj"]}],
+    ids=["LoRA", "rsLoRA", "DoRA", "DoRA of two layers"],
+)
+def test_computed_published_and_merged_as_by_peft(
+    tiny_tokenizer: Any, lm: Any, checkpoint: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    from peft import PeftModel
 
-    adapters = Adapters(lm, LoRAConfig(rank=2, alpha=6.0), checkpoint, seed=3)
+    config = LoRAConfig(rank=2, alpha=6.0, **fields)
+    adapters = Adapters(lm, config, checkpoint, seed=3)
+    random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in lm.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    merged = dict(adapters.merged(lambda parameter: parameter.data))
+                parameter.normal_(std=0.1, generator=random)
+            elif name.endswith("magnitude"):
+                parameter.mul_(1.0 + 0.1 * torch.randn(parameter.shape, generator=random))
+    merged = dict(adapters.merged(lambda name, parameter: parameter.data))
+    write_adapter(tmp_path / "adapter", config, dict(adapters.unmerged(lambda name, parameter: parameter.data)), "base")
+    ours = HeadedLM(lm, adapters=adapters)
+    hidden = ours.hidden(*TEXTS)
+    with adapters.off():
+        frozen = ours.hidden(*TEXTS)
+    assert torch.equal(frozen, HeadedLM(fresh_llama(TINY, tiny_tokenizer, seed=1)).hidden(*TEXTS))
+
     plain = fresh_llama(TINY, tiny_tokenizer, seed=1)
-    peft = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6.0, target_modules="all-linear"))
-    peft.base_model.model.load_state_dict({n: p for n, p in lm.state_dict().items() if "lora_" in n}, strict=False)
+    peft = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"), is_trainable=True).eval()
+    theirs = HeadedLM(peft.base_model.model).hidden(*TEXTS)
+    torch.testing.assert_close(hidden, theirs, rtol=1e-5, atol=1e-6)
+    assert (hidden - frozen).abs().max() > 1e-2
+    # Gradients too: a norm of DoRA's is a constant there.
+    hidden.pow(3).sum().backward()
+    theirs.pow(3).sum().backward()
+    found = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    own = {f"base_model.model.{n.removeprefix('lm.')}": p for n, p in ours.named_parameters() if p.requires_grad}
+    assert len(own) == len(found) > 0
+    for name, parameter in own.items():
+        part = name.removesuffix(".magnitude") + ".lora_magnitude_vector.default.weight"
+        gradient = found[part if name.endswith("magnitude") else name.replace(".weight", ".default.weight")]
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     expected = peft.merge_and_unload().state_dict()
     before = load_file(checkpoint / "model.safetensors")
-    assert len(merged) == 3 * len(LINEAR_LAYERS)
+    assert len(merged) == 3 * len(config.target_modules or LINEAR_LAYERS)
     for name, weight in merged.items():
-        assert torch.equal(weight, expected[name])
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-7)
         assert not torch.equal(weight, before[name])
 
 
@@ -106,14 +137,14 @@ def test_a_mixture_is_adapted_outside_its_experts(
     lm.save_pretrained(tmp_path)
     module = HeadedLM(lm, adapters=Adapters(lm, LoRAConfig(rank=2), tmp_path, seed=3))
     names = [name for name, _ in module.named_parameters() if "lora_A" in name]
-    assert {name.split(".")[-4] for name in names} == adapted
+    assert {name.split(".")[-3] for name in names} == adapted
     assert not [name for name in names if ".experts." in name]
     # Twice, which what peft makes of experts does not survive.
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for _ in range(2):
         found = torch.autograd.grad(module.hidden(*TEXTS).pow(3).sum(), parameters, allow_unused=True)
         assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in found)
-    assert len(dict(module.adapters.merged(lambda parameter: parameter.data))) == len(names)  # type: ignore[union-attr]
+    assert len(dict(module.adapters.merged(lambda name, parameter: parameter.data))) == len(names)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["experts", "gate"])
@@ -123,3 +154,45 @@ def test_experts_and_routers_get_no_adapters(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"^lora\.target_modules: ") as caught:
         Adapters(lm, LoRAConfig(rank=2, target_modules=[name]), tmp_path, seed=0)
     assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_others_is_merged_into_its_base(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_model(fresh_llama(TINY, tiny_tokenizer, seed=1), tiny_tokenizer, tmp_path / "base")
+    plain = load_model(tmp_path / "base")
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"o_proj": 3.0}}
+    targets = ["q_proj", "o_proj"]
+    peft = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6, target_modules=targets, **patterns))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    peft.save_pretrained(tmp_path / "adapter")
+    found = read_pretrained(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+    expected = peft.merge_and_unload().state_dict()
+    assert not found.files
+    for name, tensor in found.lm.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    tmp_path: Path, tiny_tokenizer: Any, message_texts: Messages
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_model(fresh_llama(TINY, tiny_tokenizer, seed=1), tiny_tokenizer, base)
+    lora = LoRAConfig(rank=2, target_modules=["q_proj"])
+
+    def refused() -> None:
+        with message_texts.raises(ValueError):
+            read_pretrained(str(base), adapter=str(adapter))
+
+    adapter.mkdir()
+    refused()
+    strange = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
+    write_adapter(adapter, lora, {strange: torch.ones(2, 32), strange.replace("_A", "_B"): torch.ones(32, 2)})
+    refused()
+    narrow = strange.replace(".9.", ".0.")
+    write_adapter(adapter, lora, {narrow: torch.ones(2, 16), narrow.replace("_A", "_B"): torch.ones(32, 2)})
+    refused()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    refused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from xray_runtime.kernel.graph.graph import Graph, recording
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
 from xray_runtime.kernel.graph.kinds import shipped
 from xray_runtime.ops.planner.auto import Changes, choose_layouts, plan
-from xray_runtime.ops.planner.stage_workload import base_of
+from xray_runtime.ops.planner.cost import score_seconds
+from xray_runtime.ops.planner.memory import Layout
+from xray_runtime.ops.planner.stage_workload import base_of, stage_workload
 
 ONE = Machine(num_devices=1, memory_bytes=80 * GIB)
 EIGHT = Machine(num_devices=8, memory_bytes=80 * GIB)
@@ -166,6 +169,28 @@ def test_sft_needs_less_than_ppo_on_the_same_base() -> None:
     assert stages["ppo"].fullest.peak_bytes == sum(memory.total for memory in together.values())
     assert stages["sft"].fullest.peak_bytes == policy.memory.total < stages["ppo"].fullest.peak_bytes
     assert (stages["sft"].workload.sequence_tokens, stages["ppo"].workload.sequence_tokens) == (80, 80)
+
+
+def test_a_policy_with_adapters_needs_no_second_model_for_its_reference() -> None:
+    fields: dict[str, Any] = {"rewards": [lambda_score], "gold": None, "lora": {"rank": 8}}
+    with recording() as graph:
+        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
+        base = xray.fresh_base(chats, **SIZES)
+        sft = xray.sft(base, chats, max_response_tokens=16)
+        xray.ppo(sft, prompts=chats, **fields)
+        xray.ppo(sft, prompts=chats, reference=sft, **fields)
+        xray.ppo(sft, prompts=chats, reference=base, **fields)
+    names = [{p.role.name for p in stage.roles} for stage in plan(graph, EIGHT).stages.values()][1:]
+    assert names == [{"policy", "generator"}, {"policy", "generator"}, {"policy", "generator", "reference"}]
+    alone, again, other = (stage_workload(call, "cuda") for call in list(graph.calls.values())[3:])
+    assert alone == again
+    assert alone is not None
+    assert other is not None
+    # The policy scores a rollout once more, without its adapters.
+    for workload, passes in ((alone, 2), (other, 1)):
+        [policy] = [role for role in workload.roles if role.use == "trained"]
+        once = score_seconds(replace(policy, scored_passes=1), Layout(), workload, EIGHT)
+        assert score_seconds(policy, Layout(), workload, EIGHT) == pytest.approx(passes * once)
 
 
 def lambda_score(prompts: list[str], replies: list[str]) -> list[float]:

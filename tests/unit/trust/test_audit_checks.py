@@ -109,7 +109,7 @@ def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
         action: str = "unknown"
 
     text = sign_line(tmp_path, LogRecord, Unknown(), {})
-    with pytest.raises(ValueError, match="line 1 is no entry"):
+    with pytest.raises(ValueError, match="line 1 is not an entry"):
         parse_line(1, text, LogRecord)
 
 

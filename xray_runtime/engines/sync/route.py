@@ -78,6 +78,8 @@ class Route:
     """Whether both are on one machine."""
     dtype: str | None
     """Precision in which `plasma` sends them; None: as they are."""
+    adapter: bool = False
+    """Whether they are those of an adapter, not merged."""
 
 
 def choose_route(

@@ -14,14 +14,14 @@ together (`revert`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from xray_runtime.engines.sync.object_store import Bucket, WeightUpdate, unpack, verify
 from xray_runtime.engines.sync.shared_memory import SharedBytes, SharedReader
-from xray_runtime.models.weight_files import tensors, weight_files
+from xray_runtime.models.weight_files import tensors_in, weight_files
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Write = Callable[[Tensors, int], None]
@@ -34,12 +34,21 @@ class StaleWeightsError(RuntimeError):
 
 
 class VersionedWeights:
-    """The weights of one engine, with the checkpoint `directory` as version 0. `layers_of` adds to names
-    all others that must be written together with them."""
+    """The weights of one engine, with the checkpoint `directory` as version 0.
+
+    Args:
+        layers_of: adds to names all others that must be written together with them.
+        files_in: name → file of the tensors of a checkpoint that updates replace.
+    """
 
     def __init__(
-        self, directory: Path, write: Write, layers_of: Callable[[set[str]], set[str]] = lambda names: names
+        self,
+        directory: Path,
+        write: Write,
+        layers_of: Callable[[set[str]], set[str]] = lambda names: names,
+        files_in: Callable[[Path], Mapping[str, Path]] = weight_files,
     ) -> None:
+        self._files_in = files_in
         self.version = 0
         self._directory, self._write, self._layers_of = directory, write, layers_of
         self._shared = SharedReader()
@@ -155,7 +164,7 @@ class VersionedWeights:
         self._whole, self._dropped, self.version = True, False, self._kept_version
 
     def _are_all(self, names: Collection[str]) -> bool:
-        wanted = weight_files(self._directory).keys()
+        wanted = self._files_in(self._directory).keys()
         return bool(wanted) and wanted <= set(names)
 
     def _with_layers(self, update: WeightUpdate, others: set[str]) -> Tensors:
@@ -167,8 +176,9 @@ class VersionedWeights:
 
     def held(self, names: set[str] | None = None) -> Tensors:
         """The tensors `names` (None: all) as they were before an update that is being loaded."""
-        wanted = weight_files(self._directory).keys() if names is None else names
-        yield from tensors(self._directory, wanted - self._arrived.keys())
+        files = self._files_in(self._directory)
+        wanted = files.keys() if names is None else names
+        yield from tensors_in(files, wanted - self._arrived.keys())
         for bucket in {id(bucket): bucket for bucket in self._arrived.values()}.values():
             for name, tensor in unpack(bucket, self._shared):
                 if self._arrived[name] is bucket and (names is None or name in names):

@@ -122,7 +122,7 @@ def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
         binds = [part for pair in files.items() for part in ("--ro-bind", *pair)]
         return [*_bubblewrap(readable, binds, view), *start, json.dumps(spec), *command]
     pairs = [*((path, path) for path in map(os.path.normpath, readable)), *files.items()]
-    spec |= {"root": str(view.home), "readable": pairs, "devices": DEVICES, "disk_mb": view.disk_mb}
+    spec |= {"new_root": str(view.home), "readable": pairs, "devices": DEVICES, "disk_mb": view.disk_mb}
     return [*start, json.dumps(spec), *command]
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     if how == "namespaces":
         namespaces.enter()
         namespaces.start_child()
-        namespaces.make_root(*(spec[name] for name in ("root", "readable", "devices", "home", "disk_mb")))
+        namespaces.make_root(*(spec[name] for name in ("new_root", "readable", "devices", "home", "disk_mb")))
         namespaces.start_loopback()
     os.chdir(spec["home"])
     # With root outside, the next program would have all capabilities again.

@@ -63,6 +63,8 @@ class Model(Artifact):
 
 REWARD_HEAD = "reward_head/head.safetensors"
 """In its own directory, because vLLM loads every safetensors file next to config.json."""
+ADAPTER = "adapter"
+"""Folder of a model with the adapter that was trained, in peft's form, beside the weights that have it merged."""
 VALUE_HEAD = "value_head/head.safetensors"
 """Head of a critic that is part of the policy."""
 EPISODES = "episodes.jsonl"

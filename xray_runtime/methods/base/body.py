@@ -31,7 +31,7 @@ def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     """
     model, field = stage.config.model, f"{stage.name}.model"
     recorder.progress(0, STEPS, "steps", "loading")
-    lm, tokenizer, files, left_out = read_pretrained(model, stage.config.chat_template)
+    lm, tokenizer, files, left_out = read_pretrained(model, stage.config.chat_template, stage.config.adapter)
     try:
         stops = stop_tokens(tokenizer, lm.generation_config.eos_token_id)
     except ValueError as error:

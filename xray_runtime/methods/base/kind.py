@@ -10,7 +10,8 @@ from xray_runtime.methods.common.findings import base_findings
 
 def _base_reads(config: HubBase) -> dict[str, str]:
     template = config.chat_template or ""
-    return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+    read = {"chat_template": template} if template.endswith(".jinja") else {}
+    return {"model": config.model} | read | ({"adapter": config.adapter} if config.adapter else {})
 
 
 BASE = register(

@@ -49,7 +49,7 @@ from xray_runtime.methods.ppo.experience import Experience, build_experience, sc
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import model_specs, own_function
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
@@ -196,7 +196,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, rewards, tokenizer, stops, prompts),
+            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
             estimator=estimator,
             updater=Updater(stage, models, skipped),
             kl=kl,
@@ -239,7 +239,7 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    reads = config.generator.capabilities.own_models and config.lora is None and not config.in_flight_updates
+    reads = config.generator.capabilities.own_models and not config.in_flight_updates
     if kept == done and reads:
         get(models["generator"].load_checkpoint.remote(out, done + 1))
         loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())

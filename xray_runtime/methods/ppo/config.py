@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
 from xray_runtime.engines.sampling_config import BIASING, Stop
-from xray_runtime.engines.training_config import TrainingConfig, check_sampled, check_trained_part
+from xray_runtime.engines.training_config import TrainingConfig, check_sampled, check_trained_part, unserved
 from xray_runtime.kernel.config.section import (
     Count,
     Fraction,
@@ -21,9 +21,11 @@ from xray_runtime.kernel.config.section import (
     ValidationSchedule,
 )
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
+from xray_runtime.kernel.plugs import unsupported
 from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.watch import WatchConfig
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
 
@@ -176,6 +178,10 @@ class PPOStageConfig(TrainingConfig):
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
     weights or computes another model, and fails the stage. None: 1e-4 where both compute in float32, else 0.05."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    adapter_sync: Literal["auto", "adapter", "merged"] = "auto"
+    """How the generator gets what `lora` trains. `adapter`: as it is, some megabytes, beside the frozen weights.
+    `merged`: as whole matrices, with which it samples faster. `auto`: `adapter` where the generator can and computes in
+    bfloat16, which would round small changes of a matrix away; else `merged`."""
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
     validation: ValidationConfig | None = None
@@ -318,13 +324,36 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         return {"rewards": self.rewards, "judges": self.judges}
 
     @model_validator(mode="after")
+    def _adapters_are_served(self) -> Self:
+        if self.adapter_sync == "adapter":
+            if self.lora is None:
+                raise ValueError("adapter_sync = 'adapter' must be left out without lora")
+            if (problem := unserved(self.lora, self.generator)) is not None:
+                raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _a_row_for_each_scorer(self) -> Self:
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
         return self
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         super().check_runtime(runtime, path)
-        check_sampled(self.lora, self.generator, runtime)
+        if self.adapter_sync != "adapter":
+            check_sampled(self.lora, self.generator, runtime)
+        elif runtime.weight_transfer in ("nccl", "ipc"):
+            where = f"runtime.weight_transfer = {runtime.weight_transfer!r}"
+            raise ValueError(unsupported("adapter_sync = 'adapter'", where, why="adapters go through host memory"))
+
+    def synced_adapter(self, runtime: RuntimeConfig) -> LoRAConfig | None:
+        """The adapters that the generator gets as they are; None: it gets whole matrices."""
+        lora = self.lora
+        if lora is None or self.adapter_sync == "merged":
+            return None
+        direct = runtime.weight_transfer in ("nccl", "ipc")
+        if self.adapter_sync == "auto" and (direct or self.generator.precision(runtime.device) == "float32"):
+            return None
+        return lora if unserved(lora, self.generator) is None else None
 
     @property
     def called_functions(self) -> list[str]:

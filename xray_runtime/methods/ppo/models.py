@@ -35,7 +35,8 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
     specs: Specs = {}
     for name, role in ppo_models(config).items():
         if name == "generator":
-            specs[name] = GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator)
+            longest, adapter = max_prompt + config.max_response_tokens, config.synced_adapter(stage.runtime)
+            specs[name] = GeneratorSpec(policy, longest, config.generator, adapter)
         elif name == "policy":
             specs[name] = trained_model(
                 stage,
@@ -47,8 +48,9 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 head=policy / VALUE_HEAD if shared_critic and (policy / VALUE_HEAD).exists() else None,
                 # Models with the policy's frozen trunk are branches of the policy.
                 branches=rewards.branches | ({"reference": BranchSpec(reference)} if role.branches else {}),
+                reference=ReferenceObjective(config.temperature) if is_own_reference(stage) else None,
             )
-        elif name == "reference":
+        elif name == "reference" and not is_own_reference(stage):
             specs[name] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
         elif name == "critic":
             specs[name] = trained_model(
@@ -64,6 +66,12 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
     # With a lag, the generator works at the same time.
     scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
     return specs | scored_together(scored, beside=int(bool(config.lag)))
+
+
+def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
+    """Whether the reference is the policy with its adapters off."""
+    policy, reference = stage.inputs.policy, stage.inputs.reference
+    return stage.config.lora is not None and (reference is None or reference.path == policy.path)
 
 
 def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:

@@ -14,13 +14,14 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
     facts: dict[str, Any] = {"data": "prompts", "rows": config.rollout_size, "reply_tokens": config.max_response_tokens}
     whole = config.trainable_layers is None
     steps: dict[str, Any] = {"batch_size": config.minibatch_size, "epochs": config.epochs, **facts}
-    # With a frozen trunk, the reference is a branch of the policy.
+    # With a frozen trunk, the reference is a branch of the policy, and with adapters the policy without them.
     models = {
         "generator": sampled(config.generator, "policy", kept_rollouts=_kept_rollouts(config), **facts),
         "policy": trained(config, "policy", branches=0 if whole else 1, **steps),
     }
     if whole:
-        models["reference"] = frozen(config.frozen, "policy", **facts)
+        itself = None if config.lora is None else "policy"
+        models["reference"] = frozen(config.frozen, "policy", computed_by=itself, **facts)
     models |= scoring_models(config, trunk=None if whole else "policy", **facts)
     if config.critic_in_use == "separate":
         field = "engine" if config.critic_engine is None else "critic_engine"

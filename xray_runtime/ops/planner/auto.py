@@ -128,8 +128,8 @@ def plan_call(
     stage has no models. No sequence is longer than `row_tokens`. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
     if workload is not None and row_tokens is not None:
-        longest = {name: min(getattr(workload, name), row_tokens) for name in ("sequence_tokens", "response_tokens")}
-        workload = replace(workload, **longest)
+        tokens, reply = min(workload.sequence_tokens, row_tokens), min(workload.response_tokens, row_tokens)
+        workload = replace(workload, sequence_tokens=tokens, response_tokens=reply)
 
     def accept(candidate: Plan) -> None:
         check_call(with_layouts(call, candidate), machine.device, nodes)

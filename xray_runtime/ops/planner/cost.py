@@ -177,7 +177,7 @@ def traffic_seconds(
 
 
 def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
-    """One forward pass of a rollout."""
+    """The forward passes over a rollout that score it."""
     links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
     tokens = max(workload.score_tokens, workload.sequence_tokens)
     passes = math.ceil(rows * workload.sequence_tokens / tokens)
@@ -186,7 +186,7 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.num_copies)
     apart = _split_seconds(role, layout, tokens, links) + _dispatch_seconds(role, layout, tokens, links)
-    return _overlapped(compute, gathered) + passes * apart
+    return role.scored_passes * (_overlapped(compute, gathered) + passes * apart)
 
 
 def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:

@@ -92,10 +92,8 @@ def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
 
 
 def _is_whole(role: Role) -> bool:
-    # A frozen trunk is computed whole, once per rollout; adapters and offload to disk work only with ZeRO.
-    options = role.options
-    adapted = role.top_layers is not None or options.lora_rank is not None
-    return role.in_one_piece or adapted or options.least_zero_stage == 3
+    # A frozen trunk is computed whole, once per rollout; offload to disk works only with ZeRO.
+    return role.in_one_piece or role.top_layers is not None or role.options.least_zero_stage == 3
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.machine import GIB
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.engines.roles import ModelRole, models_of
+from xray_runtime.engines.roles import ModelRole, all_models, models_of
 from xray_runtime.kernel.config.section import sections
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.prepare.config import PROMPT_TOKENS
@@ -45,7 +45,8 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
     }
     if not kept:
         return None
-    roles = tuple(_planned(call, name, role, branches[name], device) for name, role in kept.items())
+    computed = Counter(role.computed_by for name, role in all_models(call).items() if name not in declared)
+    roles = tuple(_planned(call, name, role, branches[name], computed[name], device) for name, role in kept.items())
     lengths = [
         _lengths(call, role, planned.shape.max_positions) for role, planned in zip(kept.values(), roles, strict=True)
     ]
@@ -93,7 +94,7 @@ def _may_sleep(call: StageCall) -> bool:
     return True
 
 
-def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device: str) -> Role:
+def _planned(call: StageCall, name: str, role: ModelRole, branches: int, computes: int, device: str) -> Role:
     where, layout = f"{call.name}.{name}", role.layout
     source, field = _source(call, role, where)
     shape = from_fresh(source) if isinstance(source, FreshBase) else _pretrained_shape(source, field)
@@ -117,6 +118,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         scores_tokens=role.scores_tokens,
         top_layers=role.trainable_layers,
         branches=role.branches + branches,
+        scored_passes=1 + computes,
         options=options,
         in_one_piece=isinstance(layout, GeneratorConfig) and not layout.capabilities.tensor_parallel,
         library=getattr(layout, "library", EngineConfig.default),

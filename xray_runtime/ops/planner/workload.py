@@ -43,6 +43,8 @@ class Role:
     top_layers: int | None = None
     """Its trainable layers; None: all."""
     branches: int = 0
+    scored_passes: int = 1
+    """Passes over a rollout to score it; 2 if it is its own reference."""
     options: Options = PLAIN
     """Only for a trained role."""
     in_one_piece: bool = False
@@ -206,7 +208,10 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
     On CPU, device memory is host memory, so offloading to it saves nothing.
     """
     engine = engine.resolved(device)
-    mixed = engine.precision == "bfloat16"
+    mixed, sharding = engine.precision == "bfloat16", sharding_of(engine.library)
+    if lora is not None and lora.dora:
+        levels = tuple(level for level in sharding.levels if level in engine.capabilities.dora_levels)
+        sharding = replace(sharding, levels=levels, split_levels=())
     options = Options(
         lora_rank=lora.rank if lora is not None else None,
         lora_targets=tuple(sorted(lora.target_modules)) if lora is not None and lora.target_modules else None,
@@ -215,7 +220,7 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
         may_recompute=engine.capabilities.activation_checkpointing,
         float32_sums=mixed,
         least_zero_stage=engine.least_sharding_level,
-        sharding=sharding_of(engine.library),
+        sharding=sharding,
     )
     return HALF_BYTES if mixed else FLOAT32_BYTES, options
 

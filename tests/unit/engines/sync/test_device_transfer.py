@@ -98,7 +98,7 @@ def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(
     follower = Follower("auto")
     assert follower.follow(policy, 1) == "digest"
     # In shared memory, since both are on one machine, and in half precision, as vLLM holds them on a GPU.
-    assert policy.calls == [(1, True, "bfloat16")]
+    assert policy.calls == [(1, True, "bfloat16", True)]
     assert len(follower.loaded) == 1
     with message_texts.raises(ValueError):
         Follower("ipc").follow(policy, 1)

@@ -34,14 +34,14 @@ def test_inputs_come_by_position_or_by_name(graph: Graph) -> None:
         lambda data, base: xray.sft(base, ["x"]),
         lambda data, base: xray.sft(base, data=["x"]),
         lambda data, base: xray.sft(xray.base, data),
-        lambda data, base: xray.sft(base),
-        lambda data, base: xray.sft(data=data),
+        lambda data, base: xray.sft(base),  # type: ignore[call-arg]
+        lambda data, base: xray.sft(data=data),  # type: ignore[call-arg]
         lambda data, base: xray.sft(base, None),
         lambda data, base: xray.sft(base, data, data),
         lambda data, base: xray.prepare(data),
         lambda data, base: xray.sft(base, data, data=data),
-        lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),
-        lambda data, base: xray.prepare(dta=data),
+        lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),  # type: ignore[call-arg]
+        lambda data, base: xray.prepare(dta=data),  # type: ignore[call-arg]
         lambda data, base: xray.reward_model(base, data),
         lambda data, base: xray.evaluate(base, base, data, rewards=[base]),
         lambda data, base: xray.ppo(base, data, rewards=[brevity, 0.5 * data]),

@@ -155,7 +155,7 @@ def test_a_name_on_a_hub_is_its_commit(hub: Hub, memory: DigestMemory, tmp_path:
     check_unchanged(model, memory)
     hub.answer = OfflineModeIsEnabled("offline\nmore words")
     with pytest.raises(
-        OutsideError, match=r"^base.model: 'org/name-1.5' cannot be asked for on the hub \(offline\) and was not"
+        OutsideError, match=r"^base.model: 'org/name-1.5' cannot be looked up on the hub \(offline\) and was not"
     ):
         check_unchanged(model, memory)
     written(tmp_path / "hub" / "models--org--name-1.5" / "refs" / "main", b"m" + b"0" * 40 + b"\n")

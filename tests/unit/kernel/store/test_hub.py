@@ -60,7 +60,7 @@ def test_a_hub_that_refuses_is_one_line_even_where_a_copy_is_cached(
         check_on_hub("org/name", "base.model", "model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     check_on_hub("org/name", "base.model", "model")
-    with pytest.raises(OutsideError, match=r"^prepare\.source: 'org/name' cannot be asked .* not downloaded before$"):
+    with pytest.raises(OutsideError, match=r"^prepare\.source: 'org/name' cannot be looked up .* not downloaded"):
         check_on_hub("org/name", "prepare.source", "dataset")
 
 

@@ -264,7 +264,7 @@ def test_the_first_of_two_equal_results_counts(
     second = publish(tmp_path / "b", b"other weights", shared=shared)
     assert second.sha256 == first.sha256
     assert verify(second.path, first.sha256) == []
-    assert "computed again with other bytes" in caplog.text
+    assert "computed again with different bytes" in caplog.text
 
 
 def test_an_upload_that_was_cut_off_is_made_up_for(shared: SharedStore, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_feedback_that_is_sent_again_counts_once(tmp_path: Path) -> None:
         ({"thumb": "up", "answer": "../etc"}, 400, 'answer: "../etc" is not allowed: must match '),
         ({"thumb": "up", "answer": "f" * 32}, 404, "is not a recorded answer, or is too old"),
         ({"thumb": "up", "model": "cd" * 32}, 400, f"is not allowed: the answer is by {MODEL}"),
-        ({"thumb": "up", "key": KEYS["desk"]}, 403, "is another application's"),
+        ({"thumb": "up", "key": KEYS["desk"]}, 403, "belongs to another application"),
         ({"thumb": "up", "key": "guessed"}, 401, "the feedback key is missing or wrong"),
         ({"thumb": "up", "key": ""}, 401, "the feedback key is missing or wrong"),
     ],

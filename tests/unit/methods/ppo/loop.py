@@ -132,6 +132,7 @@ class PPOModel:
         self.busy_until = 0.0
         self.score, self.train = Method(self, "score", self._score), Method(self, "train", self._train)
 
+        self.reference = Method(self, "reference", self._reference)
         self.generate, self.follow = Method(self, "generate", self._generate), Method(self, "follow", self._follow)
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
@@ -176,12 +177,19 @@ class PPOModel:
             return Scores(scores=(words(rows) % 5).astype(np.float32))
         logprobs = self._logprobs(rows)
         if self.role == "reference":
-            return Scores(ref_logprobs=Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets))
+            return self._of_reference(logprobs)
         zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
         values = Scores(values=zeros, final_values=np.zeros(len(logprobs), np.float32))
         if self.role == "critic":
             return values
         return (values if self.world.value_head else Scores()).with_columns(logprobs=logprobs)
+
+    def _reference(self, rows: TextBatch) -> Scores:
+        self._note("with its adapters off")
+        return self._of_reference(self._logprobs(rows))
+
+    def _of_reference(self, logprobs: Ragged) -> Scores:
+        return Scores(ref_logprobs=Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets))
 
     def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
         self._note("train")

@@ -7,6 +7,7 @@ reply is 2.2; four replies an iteration, two a minibatch.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.rewards.config import reward_term
 
 
@@ -45,6 +48,20 @@ def test_a_generator_with_models_of_its_own_reads_what_was_published(inputs: PPO
     assert world.calls[-4:] == ["policy save out", "generator load_checkpoint out", "generator probe 3", "policy score"]
     with pytest.raises(RuntimeError, match=r"^generator and trainer differ by 0\.1 nats per token"):
         attempt(inputs, tmp_path / "other", World(surer_by=0.1, updates_in_files=3), **fields)
+
+
+@pytest.mark.parametrize("given", ["none", "the policy", "another"])
+def test_a_policy_with_adapters_is_its_own_reference(inputs: PPOInputs, tmp_path: Path, given: str) -> None:
+    """No second whole model is opened where the reference is what the policy was, and the policy learns the same."""
+    (other := tmp_path / "other").mkdir()
+    references = {"none": None, "the policy": inputs.policy, "another": Model(other)}
+    whole, adapted = World(), World()
+    attempt(inputs, tmp_path / "whole", whole)
+    own = replace(inputs, reference=references[given])
+    attempt(own, tmp_path / "adapted", adapted, lora=LoRAConfig(rank=2))
+    assert ("reference score" in adapted.calls) == (given == "another")
+    assert ("policy with its adapters off" in adapted.calls) == (given != "another")
+    np.testing.assert_equal(list(map(plain, adapted.batches)), list(map(plain, whole.batches)))
 
 
 def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInputs, tmp_path: Path) -> None:

@@ -43,11 +43,18 @@ def out(tmp_path: Path, tiny_tokenizer: Any) -> Path:
 
 
 class Generator:
-    """Answers with `REPLY`, and with log-probabilities of transformers that are `off_by` too high."""
+    """Answers with `REPLY`, and with log-probabilities of transformers that are `off_by` too high; by `then_off_by`
+    after it has loaded a checkpoint."""
 
-    def __init__(self, directory: Path, off_by: float) -> None:
+    def __init__(self, directory: Path, off_by: float, then_off_by: float | None = None) -> None:
         self._lm = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._off_by, self.generate = off_by, SimpleNamespace(remote=self._generate)
+        self._then = off_by if then_off_by is None else then_off_by
+        self.load_checkpoint = SimpleNamespace(remote=self._load)
+
+    def _load(self, directory: Path, version: int) -> Ready[None]:
+        self._off_by = self._then
+        return Ready(None)
 
     def _generate(self, rows: TextBatch, sampling: Sampling, version: int) -> Ready[TextBatch]:
         found = []
@@ -71,13 +78,13 @@ def trial(out: Path, open_models: Opened, **generator: Any) -> None:
     check_sampled(stage, out, (1,), 0)
 
 
-def opening(off_by: float = 0.0, error: Exception | None = None) -> Opened:
+def opening(off_by: float = 0.0, error: Exception | None = None, then_off_by: float | None = None) -> Opened:
     @contextlib.contextmanager
     def open_models(specs: dict[str, GeneratorSpec]) -> Iterator[dict[str, Any]]:
         assert specs["generator"].max_length == 32
         if error is not None:
             raise error
-        yield {"generator": Generator(specs["generator"].directory, off_by)}
+        yield {"generator": Generator(specs["generator"].directory, off_by, then_off_by)}
 
     return open_models
 
@@ -101,6 +108,11 @@ def test_a_generator_that_does_not_is_refused_in_one_line(
 ) -> None:
     with message_texts.raises(ValueError):
         trial(out, opening(off_by, error))
+
+
+def test_a_generator_that_cannot_take_weights_again_is_refused(out: Path) -> None:
+    with pytest.raises(ValueError, match=r"differ from transformers' by 0\.02 nats a token"):
+        trial(out, opening(1e-6, then_off_by=0.02))
 
 
 @pytest.mark.parametrize("error", [WorkhorseError("died"), MemoryError("out of memory")])

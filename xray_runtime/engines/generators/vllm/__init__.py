@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig
+    from xray_runtime.models.lora import LoRAConfig
 
 
 class VLLMConfig(GeneratorConfig):
@@ -35,6 +36,8 @@ class VLLM(Generator):
         transports=("plasma", "nccl", "ipc"),
         fused_layers=(frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})),
         bfloat16_on_gpu=True,
+        adapters=True,
+        adapter_rank=512,
         own_models=True,
         memory_pool=True,
     )
@@ -50,6 +53,19 @@ class VLLM(Generator):
         from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
 
         return VLLMSampler(directory, max_length, runtime, rank)
+
+    def adapter_sampler(
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig,
+    ) -> Sampler:
+        from xray_runtime.engines.generators.vllm.adapter import AdapterSampler
+
+        return AdapterSampler(directory, max_length, runtime, rank, adapter)
 
     def memory_pool(self) -> MemoryPool:
         from vllm.device_allocator.cumem import CuMemAllocator

@@ -129,7 +129,12 @@ class VLLMSampler(Sampler):
     Each rank schedules the same requests by itself ("external launcher"), so every call goes to all ranks.
     """
 
-    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
+    _adapter: Any = None
+    """vLLM's request for the adapter in use."""
+
+    def __init__(
+        self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank, **options: Any
+    ) -> None:
         device = rank.device
         self._vllm = load_vllm(device, reproducible=runtime.reproducible)
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -146,6 +151,7 @@ class VLLMSampler(Sampler):
             str(directory),
             weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND),
             **model_options(directory, max_length, runtime, rank),
+            **options,
         )
         if rank.world_size > 1:
             _unlink_shared_memory()
@@ -200,7 +206,9 @@ class VLLMSampler(Sampler):
             for seed in seeds
         ]
         self._wake(*MEMORY)
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter
+        )
         if not self._stays_awake:
             self.sleep()
         # With `logprobs=0` the list has one number per token: that of the token itself.

@@ -29,6 +29,8 @@ class DeepSpeed:
         sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,
+        split_lora=True,
+        dora_levels=(0, 1, 2),
         trainable_layers=True,
         scoring=True,
         offload=True,

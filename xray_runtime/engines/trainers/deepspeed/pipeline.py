@@ -153,7 +153,8 @@ class PipelineEngine(StageScorer):
             self._send(states.grad, self._mesh.stage - 1, self._mesh.down_group)
 
     def _tied(self) -> bool:
-        return bool(self.module.lm.config.tie_word_embeddings)
+        # Beside adapters the embedding is frozen, and so are its copies.
+        return bool(self.module.lm.config.tie_word_embeddings) and self.module.adapters is None
 
     def _send_head(self) -> None:
         if self._tied() and self._mesh.is_first:

@@ -6,6 +6,8 @@ every peer. AutoTP is called directly with our own groups: its config key would 
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.shard_loading import Split
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
+from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.heads import HeadedLM
 
 
@@ -47,7 +50,10 @@ def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str
     """
     degree = mesh.topology.tensor
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    _autotp(module, mesh)._replace_module(module)
+    with module.adapters.taken_out() if module.adapters is not None else nullcontext():
+        _autotp(module, mesh)._replace_module(module)
+    if module.adapters is not None:
+        _split_adapters(module.adapters, mesh)
     splits = {}
     for name, parameter in module.named_parameters():
         dims = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
@@ -56,6 +62,28 @@ def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str
             dist.all_gather(sizes, torch.tensor(parameter.shape[dims[0]], device=device), group=mesh.tensor_group)
             splits[name] = Split(dims[0], tuple(int(size) for size in sizes))
     return splits
+
+
+def _split_adapters(adapters: Adapters, mesh: Mesh) -> None:
+    """Give each peer its slice of the adapters: rows of B beside rows of a matrix, whose A x is the same on all peers;
+    columns of A beside columns, whose A x are summed."""
+    from deepspeed.module_inject.layers import ColumnParallel, LinearAllreduce, LinearLayer, RowParallel
+
+    for layer in adapters.layers.values():
+        base = layer.base_layer
+        if isinstance(base, LinearLayer | LinearAllreduce):
+            by_rows = isinstance(base, LinearLayer)
+            part = layer.lora_B.weight if by_rows else layer.lora_A.weight
+            sizes = base._partition_sizes
+            low = sum(sizes[: mesh.tensor_rank])
+            part.data = part.data.narrow(0 if by_rows else 1, low, sizes[mesh.tensor_rank]).contiguous()
+            apply = ColumnParallel.apply if by_rows else functools.partial(_summed, RowParallel)
+            layer.between = functools.partial(apply, mesh.tensor_group)
+
+
+def _summed(row_parallel: Any, group: Any, low: Tensor) -> Tensor:
+    summed: Tensor = row_parallel.apply(group, low, False)
+    return summed
 
 
 def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
-from xray_runtime.engines.engine import MicroBatch, Scorer
+from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.threads import add_gradients
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
@@ -35,7 +35,6 @@ from xray_runtime.engines.trainers.deepspeed.tensor import join, sum_gradients
 from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.weight_files import HEAD_PREFIX
 
 
 class ZeroEngine(Scorer):
@@ -153,14 +152,8 @@ class ZeroEngine(Scorer):
         norm = self.engine.get_global_grad_norm() if self.stage else self._norm
         return float(norm if norm is not None else math.nan)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        adapters = self.module.adapters
-        for name, parameter in self._trained():
-            plain = states.hugging_face_name(name)
-            if adapters is None or plain.startswith(HEAD_PREFIX):
-                yield plain, self._whole(name, self._value(parameter))
-        if adapters is not None:
-            yield from adapters.merged(self._value)
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.module, self._trained(), self._whole, merged=merged)
 
     def save(self, directory: Path) -> None:
         held = {states.hugging_face_name(name): (name, parameter) for name, parameter in self._trained()}
@@ -194,11 +187,12 @@ class ZeroEngine(Scorer):
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+    def _whole(self, name: str, parameter: nn.Parameter) -> Tensor:
+        value = self._value(parameter)
         if name not in self._splits:
-            return tensor
+            return value
         assert self._mesh is not None
-        return join(tensor, self._splits[name], self._mesh)
+        return join(value, self._splits[name], self._mesh)
 
     def _slice(self, name: str, parameter: nn.Parameter) -> Piece:
         """This tensor-parallel rank's slice of a parameter."""

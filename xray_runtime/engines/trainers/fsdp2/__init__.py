@@ -29,6 +29,7 @@ class FSDP2(Trainer):
         sequence_parallel=True,
         activation_checkpointing=True,
         lora=True,
+        dora_levels=(2, 3),
         trainable_layers=True,
         scoring=True,
         # Plans assume AdamW; Muon has one moment a hidden matrix instead of two.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
-from xray_runtime.engines.engine import MicroBatch, Scorer
+from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights
 from xray_runtime.engines.trainers.fsdp2.config import FSDP2Config
@@ -36,7 +36,6 @@ from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.weight_files import HEAD_PREFIX
 
 
 class FSDP2Scorer(Scorer):
@@ -144,15 +143,9 @@ class FSDP2Engine(FSDP2Scorer):
         self._num_steps += finite
         return float(norm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         release_gathered(self.module)
-        adapters = self.module.adapters
-        for name, parameter in self._parameters.items():
-            if adapters is None or name.startswith(HEAD_PREFIX):
-                whole = _whole(parameter)
-                yield name, self._experts.joined(whole) if self._experts and name in self._shared else whole
-        if adapters is not None:
-            yield from adapters.merged(_whole)
+        return whole_weights(self.module, sharded_parameters(self.module), self._whole, merged=merged)
 
     def save(self, directory: Path) -> None:
         pieces = {(kind, name): self._piece(name) for name in self._rows for kind in self._kinds(name)}
@@ -172,6 +165,12 @@ class FSDP2Engine(FSDP2Scorer):
         is_muons = self.muon is not None and self._rows[name] in self.muon.state
         return (states.WEIGHT, MOMENTUM) if is_muons else (states.WEIGHT, *MOMENTS)
 
+    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        whole: Tensor = parameter.full_tensor().detach()
+        shared = self._experts is not None and states.hugging_face_name(name) in self._shared
+        return self._experts.joined(whole) if self._experts is not None and shared else whole
+
     def _piece(self, name: str) -> Piece:
         return rows_of(self._parameters[name], self._experts if name in self._shared else None)
 
@@ -182,12 +181,6 @@ class FSDP2Engine(FSDP2Scorer):
         # Without rows there is no state.
         held: Tensor = part.data if kind == states.WEIGHT or not part.numel() else optimizer.state[part][kind]
         return held.view(-1)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    whole: Tensor = parameter.full_tensor()
-    return whole.detach()
 
 
 def _hidden_matrices(module: HeadedLM) -> set[str]:

@@ -100,13 +100,13 @@ class _Dispatch:
         splits = sent.tolist(), got.tolist()
         expert = chosen.new_empty(sum(splits[1]))
         dist.all_to_all_single(expert, (chosen % self._own)[order], splits[1], splits[0], group=self._peers)
-        arrived = _Exchange.apply(hidden_states[token], *splits, self._peers)
+        arrived = _Exchange.apply(hidden_states[token], *splits, self._peers)  # type: ignore[no-untyped-call]
         ones = arrived.new_ones(len(arrived), 1)
         if len(arrived):
             made = self._compute(arrived, expert[:, None], ones)
         else:  # in the backward pass peers still wait for this rank
             made = arrived + sum(0.0 * parameter.flatten()[0] for parameter in self._experts.parameters())
-        back = _Exchange.apply(made, *splits[::-1], self._peers)
+        back = _Exchange.apply(made, *splits[::-1], self._peers)  # type: ignore[no-untyped-call]
         weighted = back * top_k_weights.flatten()[order, None].to(back.dtype)
         return torch.zeros_like(hidden_states).index_add(0, token, weighted)
 

@@ -133,7 +133,7 @@ class MegatronEngine(Scorer):
         )
         return scores
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         for name in self._owned():
             yield from self._whole(name, self._updates.value(self._parameters[name]))
 

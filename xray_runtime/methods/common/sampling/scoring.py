@@ -148,8 +148,7 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
-        scored_before: (rows, iteration) → those of a rollout that the policy scores; None: all.
-        one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
+        own_reference: the reference is the policy with its adapters off.
     """
 
     def __init__(
@@ -159,9 +158,11 @@ class Scorer:
         tokenizer: Tokenizer,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
+        own_reference: bool = False,
     ) -> None:
         self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
+        self._own_reference = own_reference
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -178,6 +179,8 @@ class Scorer:
         rows, merged = split_branches(text, branches)
         inputs = self._inputs(rows, whole)
         calls = [models[role].score.remote(rows) for role, rows in inputs.items()]
+        if self._own_reference:
+            calls.append(models["policy"].reference.remote(rows))
         # Reward models that are branches of the policy have scored whole replies with it.
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
