@@ -133,18 +133,16 @@ def test_the_life_of_a_server(server: GeneratorProcess, local: Generation, tiny_
         remote.weights.load(pack([("model.norm.weight", held["model.norm.weight"][:-1])], 3, MEMORY))
     same(replies(remote, 2), replies(local, 2))
 
-    # Another run takes the server: its weights are never sampled from, nor changed in part.
+    # Another run takes the server: its weights are never sampled from; then all of ours come again.
     other = opened(tiny_model, config(server.address))
     same(replies(other, 0), before)
+    with pytest.raises(NoServersError, match="another run uses it"):
+        replies(remote, 2)
     same(replies(remote, 2), replies(local, 2))
-    same(replies(other, 0), before)
-    for generation in (local, remote):
-        generation.weights.load(weights(tiny_model, 0.7, 3, PART.__contains__))
-    same(replies(remote, 3), replies(local, 3))
 
     server.kill()
     with pytest.raises(NoServersError, match="no server can sample") as lost:
-        replies(remote, 3)
+        replies(remote, 2)
     assert all(f"{address}: ConnectError" in str(lost.value) for address in (server.address, nobody))
 
 
@@ -170,21 +168,28 @@ def test_of_two_servers_one_may_be_lost_and_regained(
 
     follow(weights(tiny_model, 1.1, version))
 
+    # Another run takes one of them: its weights are never sampled from, nor changed in part.
+    other = opened(tiny_model, config(server.address))
+    before = replies(other, 0)
+    same(replies(remote, version), replies(local, version))
+    same(replies(other, 0), before)
+    follow(weights(tiny_model, 0.7, version + 1, PART.__contains__))
+
     # One dies while it samples: the other samples its prompts again.
-    expected, start = replies(local, version, num=96), parts_done()
+    expected, start = replies(local, version + 1, num=96), parts_done()
     killer = threading.Thread(target=_once, args=(lambda: parts_done() >= start + 8, second.kill))
     killer.start()
-    same(replies(remote, version, num=96), expected)
+    same(replies(remote, version + 1, num=96), expected)
     killer.join()
     assert second.process.poll() is not None
-    follow(weights(tiny_model, 1.2, version + 1, PART.__contains__))
+    follow(weights(tiny_model, 1.2, version + 2, PART.__contains__))
 
     # It comes back with the weights of its checkpoint, catches up, and is alone.
     second.start()
     second.wait()
-    same(replies(remote, version + 1), replies(local, version + 1))
+    same(replies(remote, version + 2), replies(local, version + 2))
     server.kill()
-    same(replies(remote, version + 1), replies(local, version + 1))
+    same(replies(remote, version + 2), replies(local, version + 2))
 
 
 def _once(condition: Callable[[], bool], do: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class MegatronLM(GPTModel):
     """
 
     has_trunk = packs = False
-    auxiliary = None
+    auxiliary = passes = None
     branches = ()
 
     def __init__(
@@ -66,6 +66,10 @@ class MegatronLM(GPTModel):
     def forward(self, task: Any, *args: Any) -> Any:
         """`task(self, *args)`, as `HeadedLM.forward`."""
         return task(self, *args)
+
+    def noting_passes(self) -> MegatronLM:
+        """This module: its models have nothing to note."""
+        return self
 
     def states(self, input_ids: Tensor) -> Tensor:
         """Output states [S, B, H] of this pipeline stage for ids [B, S], or for the tensor of `set_input_tensor`."""
