@@ -115,8 +115,8 @@ def test_the_layout_does_not_show(
     alone: Any, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     config, made, adapters, reference = alone
-    if config.dora and layout not in (ZERO_2, FSDP2):
-        with pytest.raises(ValueError, match=r"^lora\.dora is not supported with engine\."):
+    if config.dora and layout in (ZERO_3, TP, ALL):
+        with pytest.raises(ValueError, match=r"lora\.dora is not supported with engine\."):
             type(spec_of(tiny_model, {}).training)(lr=1e-3, lora=config, engine=layout)  # type: ignore[misc]
         return
     spec = adapted(tiny_model, config, layout)
