@@ -90,6 +90,10 @@ ALLOWED = {
     ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",
     ("benchmarks/families.py", "from_config"): "a config that it makes itself",
     ("benchmarks/families.py", "from_pretrained"): "a model that it wrote itself",
+    (
+        "xray_runtime/models/adapter_files.py",
+        "from_pretrained",
+    ): "peft's, of local files: a config in JSON and safetensors",
     ("benchmarks/learning.py", "importlib.import_module"): "a lesson, whose file name begins with a digit",
 }
 

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
 from xray_runtime.cluster.adapter import save_adapter
-from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
-from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import check_environment
@@ -36,7 +34,9 @@ from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of specs too, or the trainer's code would be in the keys of stages that only sample
+    from xray_runtime.cluster.generator_spec import GeneratorSpec
+    from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
 
@@ -220,7 +220,7 @@ class WholeModel:
 
         assert isinstance(self._spec.layout, GeneratorConfig)
         devices = get(policy.where.remote()), self.where()
-        adapter = isinstance(self._spec, GeneratorSpec) and self._spec.adapter is not None
+        adapter = cast("GeneratorSpec", self._spec).adapter is not None
         wanted = "plasma" if adapter else self._runtime.weight_transfer
         return replace(choose_route(wanted, self._spec.layout, *devices, names), adapter=adapter)
 
@@ -260,9 +260,9 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
-        if isinstance(self._spec, ModelSpec) and self._spec.training and self._spec.training.lora:
+        if (training := cast("ModelSpec", self._spec).training) is not None and training.lora is not None:
             adapters = self.export_weights(0, merged=False), directory / ADAPTER
-            save_adapter(*adapters, self._spec.training.lora, self._spec.directory)
+            save_adapter(*adapters, training.lora, self._spec.directory)
         here = [rank for rank, own in enumerate(directories) if own == directory]
         self._check_saved(directory, head_file, {n: d for own in written for n, d in own.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():

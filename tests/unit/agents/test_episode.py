@@ -105,7 +105,9 @@ def test_limits_of_calls_and_tokens_end_the_episode(world: World) -> None:
 
 def test_an_episode_knows_no_other_secret_and_nothing_after_its_end(world: World) -> None:
     one, two = world.open("one"), world.open("two")
-    with pytest.raises(openai.AuthenticationError, match="the API key is not that of this episode"):
+    with pytest.raises(
+        openai.AuthenticationError, match="there is no such episode, or the API key belongs to another one"
+    ):
         ask(world.openai(one, api_key=two.secret))
     post = httpx.post(f"{world.gateway.url(one)}/reward", json={"value": 1}, headers={"x-api-key": two.secret})
     assert post.status_code == 401

@@ -59,10 +59,13 @@ def as_tensor(value: Any) -> Tensor:
 class Model:
     """A module that answers with given logits [N', V]."""
 
-    scalar = auxiliary = None
+    scalar = auxiliary = passes = None
 
     def __init__(self, states: Tensor) -> None:
         self._states = states
+
+    def noting_passes(self) -> Model:
+        return self
 
     def hidden(self, ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: None = None) -> Tensor:
         assert len(ids) == int(lengths.sum()) == len(self._states)

@@ -64,6 +64,7 @@ class SavingModel(PPOModel):
     def _save(self, directory: Path, head_file: str | None = None) -> None:
         directory.mkdir(exist_ok=True)
         (directory / "model.safetensors").write_text(f"{self.role} {self.surer}")
+        self.world.updates_in_files = self.updates
         for path in self.world.parent.iterdir():  # type: ignore[attr-defined]
             (directory / path.name).write_bytes(path.read_bytes())
 
