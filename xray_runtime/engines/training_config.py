@@ -94,6 +94,9 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
         for field in ("tensor_parallel", "pipeline_parallel"):
             if (degree := getattr(engine, field)) > 1 and not engine.capabilities.split_lora:
                 raise ValueError(unsupported("lora", f"{name}.{field} = {degree}", able(TRAINERS, "split_lora")))
+        if engine.tensor_parallel > 1 and engine.pipeline_parallel > 1:
+            where = f"{name}.tensor_parallel = {engine.tensor_parallel} and pipeline_parallel > 1 together"
+            raise ValueError(unsupported("lora", where, why="some ranks then wait for others without end"))
         if lora.dora and (engine.tensor_parallel > 1 or engine.sharding_level not in engine.capabilities.dora_levels):
             field = "tensor_parallel" if engine.tensor_parallel > 1 else "zero_stage"
             where = f"{name}.{field} = {getattr(engine, field)}"

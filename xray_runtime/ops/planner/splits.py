@@ -34,7 +34,9 @@ def splits(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]
     layers = min(role.shape.num_layers for role in roles)
     tensor = [tp for tp in DEGREES if tp == 1 or (by_tensor and heads % tp == 0 and tp <= machine.node_size)]
     stages = [pp for pp in DEGREES if pp == 1 or (by_layers and pp <= layers)]
-    yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
+    # As `training_config.check_trained_part`.
+    adapted = any(role.options.lora_rank is not None for role in roles)
+    yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1 and not (adapted and min(tp, pp) > 1))
 
 
 def groups(machine: Machine, tp: int, others: Sequence[int]) -> int:
