@@ -56,7 +56,7 @@ class Follower(WholeModel):
     """A generator on the GPU of the trainer; its vLLM holds q, k and v in one layer."""
 
     def __init__(self, wanted: Transport | str) -> None:
-        self._spec: Any = SimpleNamespace(layout=VLLM)
+        self._spec: Any = SimpleNamespace(layout=VLLM, adapter=None)
         self._runtime = RuntimeConfig(weight_transfer=wanted)  # type: ignore[arg-type]
         self._routes, self._workhorses, self._num_replicas = {}, [], 1
         self.loaded: list[Any] = []
