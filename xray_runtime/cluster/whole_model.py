@@ -220,7 +220,7 @@ class WholeModel:
 
         assert isinstance(self._spec.layout, GeneratorConfig)
         devices = get(policy.where.remote()), self.where()
-        adapter = cast("GeneratorSpec", self._spec).adapter is not None
+        adapter = self._spec.adapter is not None
         wanted = "plasma" if adapter else self._runtime.weight_transfer
         return replace(choose_route(wanted, self._spec.layout, *devices, names), adapter=adapter)
 
