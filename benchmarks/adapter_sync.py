@@ -48,7 +48,7 @@ def best(repeat: int, run: Callable[[int], object]) -> float:
 
 
 def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, float]:
-    """What one way takes: bytes and milliseconds of a sync, tokens a second."""
+    """Measure one kind of sync: its bytes and milliseconds, and the tokens sampled a second."""
     torch.set_num_threads(1)
     adapters, memory = Adapters(load_model(model), lora, model, seed=1), SharedWriter()
     with torch.no_grad():

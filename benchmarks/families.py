@@ -81,7 +81,7 @@ class Row:
         return self.directory / "published"
 
     def models(self, **specs: ModelSpec | GeneratorSpec) -> AbstractContextManager[dict[str, Any]]:
-        """What a stage would open."""
+        """Open the models that a stage would open."""
         return self.opener(specs)
 
 

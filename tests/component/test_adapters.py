@@ -138,7 +138,7 @@ def goes_on_alike(spec: ModelSpec, made: Run, batches: list[TextBatch], place: P
 
 
 def test_bfloat16_passes_step_float32_adapters(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:
-    """What is published is merged in float32, of masters that bfloat16 does not hold."""
+    """Adapters are merged in float32, from master weights that bfloat16 cannot represent."""
     spec = adapted(tiny_model, LORA, ZERO_3 | {"precision": "bfloat16"})
     made, adapters, _ = run(spec, batches, tmp_path)
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapters.values())

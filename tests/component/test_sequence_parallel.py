@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 1},
     "qwen3_moe": EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.7},
 }
-"""Of four heads; by default two for keys and values. The mixture has a loss of its own."""
+"""Tiny models with four heads, two of them for keys and values by default. The mixture adds a load-balancing loss."""
 BASE = FreshBase(
     vocab_size=320, hidden_size=128, num_layers=1, num_heads=4, num_kv_heads=4, intermediate_size=48, max_positions=64
 )

@@ -167,7 +167,7 @@ def test_faults_lose_nothing_and_leave_nothing_running(
     first: Outcome, output: Path, tmp_path: Path, faults: str
 ) -> None:
     nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, FAULTS[faults])
-    # What is damaged is noticed, kept aside, and computed again to the same bytes.
+    # A damaged checkpoint is noticed, moved aside, and computed again to the same bytes.
     damaged = [case.damages for case in FAULTS[faults] if case.damages]
     kept = [path.name.partition("-")[0] for path in tmp_path.glob("faults/checkpoints/*.damaged-1")]
     assert kept == damaged

@@ -53,6 +53,13 @@ class AdaptedLinear(nn.Module):
         self.between: Callable[[Tensor], Tensor] = lambda low: low
         """How tensor-parallel peers join their parts of A x."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":  # whoever reads it would compute without the adapter
+            raise AttributeError(
+                "lora is not supported for a layer whose weight the model reads itself: set lora.target_modules"
+            )
+        return super().__getattr__(name)
+
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [..., out] of inputs [..., in]."""
         plain: Tensor = self.base_layer(x)

@@ -24,9 +24,9 @@ from xray_runtime.models.reward_objective import RewardObjective
 
 FIRST, SECOND = [5, 9, 7, 42], [5, 9, 8]
 PROMPTS = [FIRST, SECOND, FIRST, [3], SECOND, FIRST, FIRST]
-"""Of each row: groups lie between one another, and one row is alone."""
+"""The prompt of each row: rows of one prompt are not adjacent, and one prompt has a single row."""
 REPLIES = [[11, 6, 80], [4], [7, 2, 3], [8, 8], [15, 16], [9], [11, 6, 80]]
-"""Of each row: two of one prompt are equally long, and two are equal."""
+"""The reply of each row: two to one prompt have the same length, and two are identical."""
 REJECTED = [[12], [4, 5], [7], [8, 9, 10], [2], [1, 1], [3]]
 TOTALS = StepTotals(tokens=15.0, rows=7.0, kl_coef=0.1)
 

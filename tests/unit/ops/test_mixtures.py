@@ -161,7 +161,7 @@ def test_ranks_that_share_experts_gather_less() -> None:
         training_memory(shape, 2, Layout(zero_stage=3, dp=8, ep=ep), tokens=1, positions=1, options=options)
         for ep in (1, 8)
     )
-    # Of two gathered layers of 128 · 3 · 2,048 · 768 elements of 2 bytes, seven eighths stay with other ranks.
+    # ZeRO-3 gathers two layers of 128 · 3 · 2,048 · 768 elements of 2 bytes; now 7/8 of them stay on other ranks.
     assert whole.buffers - shared.buffers == 2 * 2 * 128 * 3 * 2048 * 768 * 7 // 8
     assert (whole.weights, whole.optimizer) == (shared.weights, shared.optimizer)
 
