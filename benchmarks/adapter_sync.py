@@ -50,7 +50,8 @@ def best(repeat: int, run: Callable[[int], object]) -> float:
 def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, float]:
     """Measure one kind of sync: its bytes and milliseconds, and the tokens sampled a second."""
     torch.set_num_threads(1)
-    adapters, memory = Adapters(load_model(model), lora, model, seed=1), SharedWriter()
+    lm, memory = load_model(model), SharedWriter()
+    adapters, vocab_size = Adapters(lm, lora, model, seed=1), lm.config.vocab_size
     with torch.no_grad():
         for layer in adapters.layers.values():
             layer.lora_B.weight.normal_(std=0.02)
@@ -66,7 +67,7 @@ def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, 
         engine.weights.use(number + 1)
         sizes.append(update.num_bytes)
 
-    prompts = torch.randint(5, 500, (REPLIES, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(5, vocab_size, (REPLIES, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(TOKENS, 1.0, (), 0)
     synced = best(repeat, sync)
     sampled = best(3, lambda number: engine.generate(prompts, list(range(REPLIES)), sampling, repeat))
@@ -90,7 +91,7 @@ def main() -> None:
         again = ["--rank", str(options.rank), "--repeat", str(options.repeat), "--model", str(model)]
         for way in WAYS:
             command = [sys.executable, "-m", "benchmarks.adapter_sync", *again, "--way", way]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found = json.loads(done.stdout.strip().splitlines()[-1])
             print(
                 f"| {way} | {found['bytes'] / 1e3:,.0f} | {found['ms']:.1f} | {found['tokens_per_s']:,.0f} |",
