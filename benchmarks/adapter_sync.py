@@ -51,7 +51,8 @@ def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, 
     """Measure one kind of sync: its bytes and milliseconds, and the tokens sampled a second."""
     torch.set_num_threads(1)
     lm, memory = load_model(model), SharedWriter()
-    adapters, vocab_size = Adapters(lm, lora, model, seed=1), lm.config.vocab_size
+    adapters = Adapters(lm, lora, model, seed=1)
+    vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
     with torch.no_grad():
         for layer in adapters.layers.values():
             layer.lora_B.weight.normal_(std=0.02)
