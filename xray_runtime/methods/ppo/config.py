@@ -23,6 +23,7 @@ from xray_runtime.kernel.config.section import (
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
+from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
@@ -97,6 +98,8 @@ class PPOStageConfig(TrainingConfig):
     """Sampling temperature; training log-probabilities use the same temperature."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
+    curriculum: CurriculumConfig | None = None
+    """Which prompts are drawn. None: all, in a new random order each epoch."""
     environment: AnyEnvironment | None = None
     """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
     lag: Annotated[int, Field(ge=0, le=8)] = 0
@@ -259,6 +262,15 @@ class PPOStageConfig(TrainingConfig):
                 f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {self.lag}: replies come from "
                 "the policy before an update"
             )
+        if self.curriculum is not None and self.curriculum.by == "success" and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} must be at least 2 with curriculum.by = 'success': a "
+                "single reply says little of its prompt"
+            )
+        if self.curriculum is not None and self.in_flight_updates:
+            raise ValueError(
+                "curriculum must be left out with in_flight_updates = True: episodes begin before rewards are known"
+            )
         self._check_environment()
         if self.critic_engine is not None:
             if self.critic_in_use != "separate":
@@ -334,7 +346,8 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
 
     @property
     def called_functions(self) -> list[str]:
-        return [*super().called_functions, *filter(is_function, (self.advantages, self.loss))]
+        names = self.advantages, self.loss, *([] if self.curriculum is None else [self.curriculum.by])
+        return [*super().called_functions, *filter(is_function, names)]
 
     def mismatch_limit(self, device: str) -> float:
         """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
