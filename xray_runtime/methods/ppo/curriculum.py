@@ -26,7 +26,7 @@ STATE = "curriculum.safetensors"
 
 @dataclass(frozen=True)
 class PromptStatistics:
-    """What is known of each of the stage's N prompts. Replies without a reward do not count."""
+    """The record of each of a stage's N prompts. Replies without a reward do not count."""
 
     draws: np.ndarray
     """How often it was scored, int32 [N]."""
@@ -81,7 +81,7 @@ class PromptOrder:
         self._columns: dict[str, np.ndarray] = {}
         if config.column is not None:
             self._values = _numbers(config.column, self.column(config.column), prompts)
-            self._ranked = np.lexsort((Cursor(count, cursor.seed).take(count), self._values))
+            self._ranked = np.lexsort((np.array(Cursor(count, cursor.seed).take(count)), self._values))
             cursor.shuffled = False
         if weights is not None:
             self._probabilities(1)
@@ -178,7 +178,8 @@ class PromptOrder:
             raise ValueError(
                 f"curriculum: {config.by} returned {np.count_nonzero(found)} weights above 0, must be at least {count}"
             )
-        return found / found.sum()
+        chances: np.ndarray = found / found.sum()
+        return chances
 
 
 def _numbers(name: str, values: np.ndarray, prompts: UniquePrompts) -> np.ndarray:
@@ -187,4 +188,4 @@ def _numbers(name: str, values: np.ndarray, prompts: UniquePrompts) -> np.ndarra
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
             row = int(prompts.rows[place])
             raise ValueError(f"curriculum.column = {name!r}: row {row} has {value!r}, which is not a finite number")
-    return values.astype(np.float64)
+    return np.array(values, np.float64)

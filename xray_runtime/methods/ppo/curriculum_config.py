@@ -39,3 +39,18 @@ class CurriculumConfig(Section):
         if self.hard >= self.easy:
             raise ValueError(f"hard = {self.hard} must be below easy = {self.easy}")
         return self
+
+
+def check_order(curriculum: CurriculumConfig | None, samples_per_prompt: int, *, in_flight: bool) -> None:
+    """Raises ValueError if the rest of a stage's config leaves the curriculum nothing to go by."""
+    if curriculum is None:
+        return
+    if curriculum.by == "success" and samples_per_prompt < 2:
+        raise ValueError(
+            f"samples_per_prompt = {samples_per_prompt} must be at least 2 with curriculum.by = 'success': a single "
+            "reply says little of its prompt"
+        )
+    if in_flight:
+        raise ValueError(
+            "curriculum must be left out with in_flight_updates = True: episodes begin before rewards are known"
+        )
