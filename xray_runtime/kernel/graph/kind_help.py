@@ -173,7 +173,7 @@ def role_text(role: Role, type: str) -> str:
     return f"any number of {type}" if role.many else f"{type}, optional" if role.optional else type
 
 
-def tag(config: Any, section: type[BaseModel]) -> tuple[str, Any] | None:
+def tag(config: object, section: type[BaseModel]) -> tuple[str, Any] | None:
     """(field, value) that selects a section of a union; None if there is no union."""
     if isinstance(config, type):
         return None
