@@ -42,13 +42,13 @@ class SamplerSetup:
     """The checkpoint, which keeps agents' records that no ledger has."""
 
 
-class Sampler(Protocol):
+class RolloutSampler(Protocol):
     """Samples a reply, or plays an episode, for each prompt of a batch."""
 
     def sample(self, batch: EpisodeBatch) -> Rollout: ...
 
 
-class EpisodeSampler(Sampler, Protocol):
+class EpisodeSampler(RolloutSampler, Protocol):
     """Plays the episodes of one stage."""
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
