@@ -39,7 +39,7 @@ from xray_runtime.methods.common.sampling.episode_source import (
     in_flight_of,
     open_episodes,
 )
-from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
+from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
@@ -125,7 +125,7 @@ class _Loop:
     episodes: EpisodeSampler | None
     rollouts: Rollouts
     rewards: RewardSources
-    scorer: Scorer
+    scorer: RolloutScorer
     estimator: AdvantageEstimator | None
     updater: Updater
     kl: KLController
@@ -202,7 +202,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
+            scorer=RolloutScorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
             estimator=estimator,
             updater=Updater(stage, models, skipped),
             kl=kl,

@@ -120,7 +120,7 @@ class Rollouts:
         return self._checked(self._sample(drawn, iteration, purpose_of(attempt + 1), iteration))
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
-        """Load version `iteration` of the policy's weights into the generator; returns `Shard.policy`."""
+        """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy`."""
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
             return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 

@@ -149,7 +149,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
     )
 
 
-class Scorer:
+class RolloutScorer:
     """Scores rollouts with the models of a stage.
 
     Args:
