@@ -181,6 +181,6 @@ def test_the_docs_stay_short() -> None:
     assert words(README) <= 1000
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
     # adapters, long rows and more families.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_400
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_500
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []
