@@ -36,7 +36,7 @@ def signing_key(output: Path) -> Path:
     public = keys / PUBLIC
     content = public_bytes(private)
     if not public.exists():
-        _write_new(public, content, 0o644)
+        write_new(public, content, 0o644)
     if public.read_bytes() != content:
         raise ConfigError(
             f"{KEY_VARIABLE}: {str(private)!r} is not the key {public} belongs to; records of one output directory "
@@ -91,10 +91,10 @@ def read_public(path: Path) -> TrustedKey:
 
 def make_key(private: Path) -> None:
     """Write a new private key, readable by its owner only, unless there is one."""
-    _write_new(private, new_private_key(), 0o600)
+    write_new(private, new_private_key(), 0o600)
 
 
-def _write_new(path: Path, content: bytes, mode: int) -> None:
+def write_new(path: Path, content: bytes, mode: int) -> None:
     """Write a whole new file, or leave the one another process wrote in the meantime."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
