@@ -86,10 +86,7 @@ class MerkleTree:
         """Path → content of every tile of this tree; the last one of a level is partial unless it is full."""
         found = {}
         for level, hashes in enumerate(self._levels[::8]):
-            for start in range(0, len(hashes), TILE):
-                content = hashes[start : start + TILE]
-                part = "" if len(content) == TILE else f".p/{len(content)}"
-                found[f"tile/{level}/{_number(start // TILE)}{part}"] = b"".join(content)
+            found |= _tiles(str(level), hashes)
         return found
 
     def _hash(self, start: int, end: int) -> bytes:
@@ -125,6 +122,20 @@ def is_consistent(old: int, old_root: bytes, size: int, root: bytes, proof: Sequ
             second = _node(second, sibling)
         number, last = number >> 1, last >> 1
     return last == 0 and first == old_root and second == root
+
+
+def entry_tiles(leaves: Sequence[bytes]) -> dict[str, bytes]:
+    """Path → content of the tiles that list the leaves themselves."""
+    return _tiles("entries", [len(leaf).to_bytes(2) + leaf for leaf in leaves])
+
+
+def _tiles(level: str, parts: Sequence[bytes]) -> dict[str, bytes]:
+    found = {}
+    for start in range(0, len(parts), TILE):
+        content = parts[start : start + TILE]
+        partial = "" if len(content) == TILE else f".p/{len(content)}"
+        found[f"tile/{level}/{_number(start // TILE)}{partial}"] = b"".join(content)
+    return found
 
 
 def _number(number: int) -> str:

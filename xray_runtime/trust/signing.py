@@ -21,14 +21,16 @@ def signing_key(output: Path) -> Path:
     Its public half is kept as `output/keys/signing.pub`, which is enough to check signatures.
 
     Raises:
-        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's; or users
-            other than its owner can read or replace the key.
+        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's, or missing
+            where that is kept elsewhere; or users other than its owner can read or replace the key.
     """
     keys = output / "keys"
     keys.mkdir(mode=0o700, parents=True, exist_ok=True)
     given = os.environ.get(KEY_VARIABLE)
     private = Path(given) if given else keys / PRIVATE
     if not given and not os.path.lexists(private):
+        if (keys / PUBLIC).exists():
+            raise ConfigError(f"{KEY_VARIABLE}: must name the key {keys / PUBLIC} belongs to, which is kept elsewhere")
         make_key(private)
     exposed = exposed_keys(output, Path(given) if given else None)
     if exposed:

@@ -24,7 +24,7 @@ from xray_runtime.kernel.evidence.envelope import (
     new_private_key,
     public_half,
 )
-from xray_runtime.trust.merkle import MerkleTree, is_consistent
+from xray_runtime.trust.merkle import MerkleTree, entry_tiles, is_consistent
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey, cosign
 
 RFC = ["", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f"]
@@ -95,7 +95,7 @@ def test_an_inclusion_proof_is_one_that_sigstore_accepts(size: int, data: st.Dat
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 700])
 def test_tiles_are_read_by_another_implementation(size: int) -> None:
     grown = tree(leaves(size))
-    files = {f"{path}": content for path, content in grown.tiles().items()}
+    files = grown.tiles() | entry_tiles(leaves(size))
     files["checkpoint"] = str(LogCheckpoint("a.log", size, grown.root(size)).signed(new_private_key())).encode()
     backend: Any = SimpleNamespace(get=lambda *parts: files.get("/".join(parts)))
     reader = TilesReader(backend)
@@ -103,6 +103,7 @@ def test_tiles_are_read_by_another_implementation(size: int) -> None:
     for index in {0, size // 2, size - 1}:
         proof = reader.get_inclusion_proof(index, size)
         assert proof.node_hashes == grown.inclusion(index, size)
+        assert reader.get_entry(index) == leaves(size)[index]
 
 
 def test_a_tree_follows_a_log_that_grows_and_one_that_was_replaced() -> None:
