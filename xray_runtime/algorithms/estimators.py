@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import gae
 from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
-from xray_runtime.algorithms.streams import COLUMN, read
+from xray_runtime.algorithms.streams import COLUMN, StreamError, read
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,13 @@ def estimate(estimator: AdvantageEstimator, rollout: AdvantageInputs, name: str)
     `name` is the estimator's, for errors.
 
     Raises:
-        ValueError: it returned something else than one or two tensors of these shapes, or a number that is not finite.
+        ValueError: it returned something else than one or two tensors of these shapes, or a number that is not finite;
+            or reads what is not there.
     """
-    answer = estimator(rollout)
+    try:
+        answer = estimator(rollout)
+    except StreamError as error:
+        raise StreamError(f"advantages: {name}: {error}") from None
     parts = answer if isinstance(answer, tuple) else (answer,)
     batch, mask = rollout.mask.shape[0], rollout.mask
     made = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
-from xray_runtime.algorithms.streams import COLUMN, read
+from xray_runtime.algorithms.streams import COLUMN, StreamError, read
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,12 @@ def _clipped_loss(tokens: PolicyLossInputs, log_ratio: Tensor) -> TokenLoss:
 
 
 def token_loss(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> TokenLoss:
-    """The loss of each token. Raises ValueError, with `name`, if `loss` does not return one number a token."""
-    answer = loss(tokens)
+    """The loss of each token. Raises ValueError, with `name`, if `loss` does not return one number a token, or
+    reads what is not there."""
+    try:
+        answer = loss(tokens)
+    except StreamError as error:
+        raise StreamError(f"loss: {name}: {error}") from None
     made = answer if isinstance(answer, TokenLoss) else TokenLoss(answer)
     if not isinstance(made.loss, Tensor) or made.loss.shape != tokens.logprobs.shape:
         shown = list(made.loss.shape) if isinstance(made.loss, Tensor) else type(made.loss).__name__

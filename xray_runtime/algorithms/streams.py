@@ -19,13 +19,17 @@ NOT_THERE = {
 """Stream that nothing provides → what would."""
 
 
+class StreamError(ValueError):
+    """A function reads a stream that is not there."""
+
+
 def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
-    """The stream `name`. Raises ValueError: it is not there; one line."""
+    """The stream `name`. Raises StreamError: it is not there; one line."""
     if name in streams:
         return streams[name]
     if name in NOT_THERE:
-        raise ValueError(f"{name} is not allowed: it needs {NOT_THERE[name]}")
-    raise ValueError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
+        raise StreamError(f"{name} is not allowed: it needs {NOT_THERE[name]}")
+    raise StreamError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
 
 
 class Probe(Mapping[str, Tensor]):

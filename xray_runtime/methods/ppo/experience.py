@@ -108,8 +108,7 @@ def build_experience(
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
-    if functions.scores_policy:
-        metrics |= _mismatch_metrics(mismatch, max_mismatch)
+    metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
     return Experience(rows, int(mask.sum()), kl["k1"], metrics)
 
 
