@@ -38,14 +38,15 @@ from xray_runtime.methods.common.sampling.episode_source import (
     in_flight_of,
     open_episodes,
 )
-from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
+from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
+from xray_runtime.methods.ppo.curriculum import PromptOrder
 from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
-from xray_runtime.methods.ppo.functions import Functions, RowFacts
+from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
@@ -84,6 +85,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 validated = loop.validation.score(loop.models, validation_replies, iteration)
                 scored = loop.scorer.score(rollout, iteration)
             scored = _without_ties(loop, scored, iteration, clock)
+            loop.order.record(*scored.rewards_by_prompt(loop.rewards.weights))
             with clock.phase("score"):
                 rewards, experience = loop.experience(scored)
                 probe = probe if loop.functions.scores_policy or config.lag else loop.mismatch(scored)
@@ -99,6 +101,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
             metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout)
+            metrics |= loop.order.metrics()
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
@@ -118,10 +121,11 @@ class _Loop:
     tokenizer: Tokenizer
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
+    order: PromptOrder
     episodes: EpisodeSampler | None
     rollouts: Rollouts
     rewards: RewardSources
-    scorer: Scorer
+    scorer: RolloutScorer
     functions: Functions
     updater: Updater
     kl: KLController
@@ -170,6 +174,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
+    order = PromptOrder(config.curriculum, prompts, cursor, weight_function(stage))
     functions, kl = Functions.of_stage(stage), make_kl_controller(config.kl)
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
@@ -188,8 +193,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         ) as episodes,
     ):
         in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None
-        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
-        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, order, episodes, in_flight)
+        keep_files: list[KeepsFiles] = [rollouts, order, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}
@@ -198,10 +203,13 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             tokenizer=tokenizer,
             models=models,
             prompts=prompts,
+            order=order,
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy),
+            scorer=RolloutScorer(
+                models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy
+            ),
             functions=functions,
             updater=Updater(stage, models, skipped),
             kl=kl,

@@ -22,6 +22,7 @@ from xray_runtime.methods.ppo.preset import PRESETS
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
+    from xray_runtime.methods.ppo.curriculum import WeightFunction
     from xray_runtime.methods.ppo.kind import PPOInputs
 
 
@@ -83,17 +84,23 @@ class Functions:
     def of_stage(stage: Stage[PPOConfig, PPOInputs]) -> Functions:
         """Those of a stage, the user's own after `check_loss` and `check_advantages`. Raises ValueError as they."""
         config = stage.config
-        loss = _own(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
-        return Functions.of(config, loss, _own(stage, "advantages", config.advantages, check_advantages))
+        loss = own_function(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
+        return Functions.of(config, loss, own_function(stage, "advantages", config.advantages, check_advantages))
 
 
-def _own(stage: Stage[PPOConfig, PPOInputs], name: str, given: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function of a config field, checked; None if it is a built-in."""
-    if not is_function(given):
+def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
+    """The user's function `name` of a config field, checked; None if it is a built-in."""
+    if not is_function(name):
         return None
-    function = stage.functions.get(given) or import_function(given, name)
-    check(function, given)
+    function = stage.functions.get(name) or import_function(name, field)
+    check(function, name)
     return function
+
+
+def weight_function(stage: Stage[PPOConfig, PPOInputs]) -> WeightFunction | None:
+    """The user's function of a curriculum."""
+    curriculum = stage.config.curriculum
+    return None if curriculum is None else own_function(stage, "curriculum.by", curriculum.by, lambda *_: None)
 
 
 @dataclass(frozen=True)
