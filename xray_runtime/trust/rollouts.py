@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import pyarrow as pa
 
-from xray_runtime.data.ledger import SCORE, Query, Shard, iterations, read_shard, readable, shard_path, sources_of
+from xray_runtime.data.ledger import SCORE, LedgerShard, Query, iterations, read_shard, readable, shard_path, sources_of
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.store.damage import check_file
@@ -127,7 +127,7 @@ def _as_text(node: Node, rows: np.ndarray) -> list[dict[str, Any]]:
     return [texts[number, place] for number, place in rows.tolist()]
 
 
-def read_iteration(node: Node, number: int, *, lists: bool = True) -> Shard:
+def read_iteration(node: Node, number: int, *, lists: bool = True) -> LedgerShard:
     """The shard of an iteration. Raises ConfigError if it is damaged."""
     try:
         return read_shard(shard_path(node.directory / LEDGER, number), lists=lists)

@@ -172,7 +172,7 @@ class StageRecorder:
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
-            log.warning("%s: nobody can be asked: the run has no Prefect page", self._stage)
+            log.warning("%s: there is no Prefect page on which a person could answer", self._stage)
             return None
         return self._ask(question)
 
