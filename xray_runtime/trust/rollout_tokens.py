@@ -22,7 +22,7 @@ Columns = Mapping[str, np.ndarray]
 """Column of a reply → its numbers [R]."""
 
 
-class Measure(NamedTuple):
+class TokenMeasure(NamedTuple):
     """A number that each sampled token has."""
 
     title: str
@@ -33,26 +33,26 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
-    "logprob": Measure(
+    "logprob": TokenMeasure(
         "log-probability", "of the token by the policy, nats: far below 0 is a surprise", ("logprobs",), np.array
     ),
-    "kl": Measure(
+    "kl": TokenMeasure(
         "KL to the reference",
         "log-probability minus the reference's, nats: above 0 the policy wants it more than the reference",
         ("logprobs", "ref_logprobs"),
         np.subtract,
     ),
-    "advantage": Measure(
+    "advantage": TokenMeasure(
         "advantage", "above 0 the update makes the token likelier, below 0 rarer", ("advantages",), np.array
     ),
-    "weight": Measure(
+    "weight": TokenMeasure(
         "importance weight",
         "of the token in the loss, for the difference between generator and trainer; 0: left out",
         ("weights",),
         np.array,
         1.0,
     ),
-    "mismatch": Measure(
+    "mismatch": TokenMeasure(
         "trainer minus generator",
         "log-probability by the trainer minus the generator's, nats: both compute one policy, so about 0",
         ("logprobs", "rollout_logprobs"),
@@ -69,7 +69,7 @@ CONTEXT = 6
 
 
 @dataclass(frozen=True)
-class Token:
+class ReplyToken:
     """A token of a reply."""
 
     text: str
@@ -91,7 +91,7 @@ class TokenReply:
     prompt: str
     reward: float | None
     times_trained: int
-    tokens: list[Token]
+    tokens: list[ReplyToken]
 
 
 def checked_measure(name: str) -> str:
@@ -117,7 +117,7 @@ def reply_tokens(node: Node, iteration: int, row: int, round: int, by: str) -> T
     for n, (token, sampled) in enumerate(zip(ids_of_reply, mask, strict=True)):
         found = {name: float(values[n]) for name, values in numbers.items() if n < len(values)}
         level = _level(by, found.get(by, np.nan), scale) if sampled else 0
-        tokens.append(Token(tokenizer.decode([token]), sampled, found, level))
+        tokens.append(ReplyToken(tokenizer.decode([token]), sampled, found, level))
     [prompt] = decode_prompts(tokenizer, one["prompt_ids"].to_pylist())
     return TokenReply(iteration, row, round, prompt, record["reward"], record["times_trained"], tokens)
 
@@ -189,7 +189,7 @@ def _level(by: str, value: float, scale: float) -> int:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RewardSpread:
     """How the rewards of a ledger spread: a histogram for each column of iterations."""
 
     columns: list[tuple[int, int]]
@@ -202,7 +202,7 @@ class Spread:
     """Mean reward of each column; NaN without one."""
 
 
-def reward_spread(node: Node, source: str | None, num_bins: int, most_columns: int) -> Spread | None:
+def reward_spread(node: Node, source: str | None, num_bins: int, most_columns: int) -> RewardSpread | None:
     """The spread of rewards, or of a source's scores; None without any. Raises ConfigError without a ledger."""
     kept = require_ledger(node)
     width = -(-len(kept) // most_columns)
@@ -220,4 +220,4 @@ def reward_spread(node: Node, source: str | None, num_bins: int, most_columns: i
     edges = np.linspace(low, high if high > low else low + 1.0, num_bins + 1)
     counts = [np.histogram(numbers, edges)[0].tolist() for numbers in values]
     means = [float(numbers.mean()) if len(numbers) else float("nan") for numbers in values]
-    return Spread([(group[0], group[-1]) for group in groups], edges.tolist(), counts, means)
+    return RewardSpread([(group[0], group[-1]) for group in groups], edges.tolist(), counts, means)

@@ -143,7 +143,7 @@ def figure(table: SideBySide) -> Figure | None:
 
 
 @dataclass(frozen=True)
-class Measure:
+class DrawnResult:
     """One number of several policies, drawn on one scale; positions are in percent of it."""
 
     title: str
@@ -155,7 +155,7 @@ class Measure:
     """(policy, text, value, low, high)."""
 
 
-def measures(table: SideBySide) -> list[Measure]:
+def measures(table: SideBySide) -> list[DrawnResult]:
     """The columns of the table, to be drawn with their intervals; numbers that are not finite are left out."""
     found = []
     for place, name in enumerate(table.columns):
@@ -171,7 +171,7 @@ def measures(table: SideBySide) -> list[Measure]:
             return round(3 + 94 * (value - low) / span, 2) if isfinite(value) else 3.0
 
         rows = [(p, str(n), at(n.value), at(a), at(b)) for (p, n), (a, b) in zip(cells, spans, strict=True)]
-        found.append(Measure(title(name), name, at(neutral) if neutral is not None else None, rows))
+        found.append(DrawnResult(title(name), name, at(neutral) if neutral is not None else None, rows))
     return found
 
 
