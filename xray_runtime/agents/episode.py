@@ -123,7 +123,7 @@ class AgentEpisode:
         self._check_size(request)
         options, keys = self._options(request), list[str]()
         pending = asyncio.ensure_future(self._answer(request, options, keys))
-        # A call whose client went away is awaited by nobody; this marks its error as seen.
+        # Nothing awaits a call whose client disconnected; this marks its error as retrieved.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
         return pending
@@ -287,17 +287,17 @@ class AgentEpisode:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
-        found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
+        sampled = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
         parent = place.parent.key if place.parent else None
-        return PolicyCall(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
+        return PolicyCall(key, parent, place.prompt, seed, *sampled, is_trained, options, place.messages)
 
     def _reply(self, call: PolicyCall, request: Request) -> AgentReply:
         is_chat = request.prompt is None
         text = self._policy.chat_format.texts([call.ids])[0] if is_chat else self._policy.decode(call.ids)
         text = before_stop(text, request.stop)
         reasoning, text = split_reasoning(text) if is_chat else (None, text)
-        rest, found = read_calls(text) if request.tools and request.calls_tools else (text, [])
-        named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(found)]
+        rest, calls = read_calls(text) if request.tools and request.calls_tools else (text, [])
+        named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(calls)]
         finish = "tool_calls" if named else "stop" if call.ended else "length"
         return AgentReply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids), reasoning)
 

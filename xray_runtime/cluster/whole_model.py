@@ -296,7 +296,7 @@ class WholeModel:
         directories = self._stager.stage_in(directory)
         ranks = zip(self._workhorses, directories, self._stager.peers(), strict=True)
         checks = [w.check_state.remote(own, *peer) for w, own, peer in ranks]
-        problem = next((found for found in self._get(checks) if found is not None), None)
+        problem = next((text for text in self._get(checks) if text is not None), None)
         if problem is not None:
             self._stager.forget(directory)
         return problem

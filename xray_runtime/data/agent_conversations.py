@@ -23,10 +23,10 @@ def in_order(record: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]
 def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> list[dict[str, Any]]:
     """The calls, numbered from 1; `after` is the call that each continues. `version` is of the policy that sampled."""
     numbers: dict[str | None, int | None] = {None: None}
-    found = []
+    messages = []
     for number, (call, begins) in enumerate(in_order(record), start=1):
         numbers[call["key"]] = number
-        found.append(
+        messages.append(
             {
                 "call": number,
                 "after": numbers[call["parent"]],
@@ -39,7 +39,7 @@ def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], 
                 "in_loss": call["key"] in record["trained"],
             }
         )
-    return found
+    return messages
 
 
 def conversation_text(record: Mapping[str, Any], calls: list[dict[str, Any]]) -> str:

@@ -122,8 +122,8 @@ def _network(values: np.ndarray, num_rows: int, keys: list[np.uint64]) -> np.nda
             y = (y + _mixed(x, key)) % height
         else:
             x = (x + _mixed(y, key)) % np.uint64(width)
-    found: np.ndarray = y * np.uint64(width) + x
-    return found
+    mixed: np.ndarray = y * np.uint64(width) + x
+    return mixed
 
 
 def _mixed(half: np.ndarray, key: np.uint64) -> np.ndarray:

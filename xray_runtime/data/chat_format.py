@@ -98,10 +98,10 @@ class ChatFormat:
         rendered = self._template.render(turns, False)
         if 1 not in rendered.places:
             refuse(turns, 1, "leaves out what {} says")
-        found = self.control.find(rendered.text[rendered.places[1][1] :])
-        if not found:
+        tokens = self.control.find(rendered.text[rendered.places[1][1] :])
+        if not tokens:
             refuse(turns, 1, "ends what {} says with no special token, so nothing would stop a reply")
-        return found[0][2]
+        return tokens[0][2]
 
     @cached_property
     def _earlier(self) -> tuple[dict[str, Any], str]:
@@ -238,10 +238,10 @@ class ChatFormat:
 
     def _end_of(self, conversation: Messages, text: str, at: int) -> int:
         """The end of the turn that `text` ends with, whose message's own texts end at `at`."""
-        found = self.control.find(text[at:])
-        ends = [end for _, end, number in found if number == self.end_of_turn]
+        tokens = self.control.find(text[at:])
+        ends = [end for _, end, number in tokens if number == self.end_of_turn]
         # Some templates end a turn with calls otherwise.
-        ends += [end for _, end, _ in found[-1:]]
+        ends += [end for _, end, _ in tokens[-1:]]
         if not ends:
             what = "ends what {} says with no special token, so nothing would stop a reply"
             refuse(conversation, len(conversation) - 1, what)

@@ -128,20 +128,20 @@ def _from_sharegpt(place: str, given: dict[str, Any]) -> dict[str, Any]:
     """A message of ShareGPT's with OpenAI's keys; others stay."""
     role, rest = given["from"], {key: value for key, value in given.items() if key not in ("from", "value")}
     called = role == CALLS
-    found: dict[str, Any] = {"role": "assistant" if called else role}
+    message: dict[str, Any] = {"role": "assistant" if called else role}
     if "value" in given:
         text = given["value"]
-        found |= (
+        message |= (
             {"tool_calls": _parsed(place, text) if isinstance(text, str) else text} if called else {"content": text}
         )
-    for key, value in found.items():
+    for key, value in message.items():
         # Many files have both forms.
         other = (
             SAME_ROLE.get(rest[key], rest[key]) if key == "role" and isinstance(rest.get(key), str) else rest.get(key)
         )
         if key in rest and other != (SAME_ROLE.get(value, value) if key == "role" else value):
             raise ValueError(f"{place}: {key} is {shown(rest[key])}, and ShareGPT's key says {shown(value)}")
-    return rest | found
+    return rest | message
 
 
 def _parsed(place: str, text: str) -> Any:
@@ -160,13 +160,13 @@ def _text(place: str, key: str, value: Any) -> str:
 def _texts(place: str, given: Mapping[str, Any], unread: Unread) -> tuple[str | None, str | None]:
     """(text of a message, its reasoning); None: there is none."""
     content = given.get("content")
-    found = [_text(place, key, given[key]) for key in REASONING if key in given]
+    texts = [_text(place, key, given[key]) for key in REASONING if key in given]
     if isinstance(content, list):
         content, thought = _joined(place, content, unread)
-        found += [thought]
+        texts += [thought]
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"{place}: content is {type_of(content)}; allowed: text, or a list of parts")
-    different = {text for text in found if text}
+    different = {text for text in texts if text}
     if len(different) > 1:
         raise ValueError(f"{place} has {len(different)} different reasonings; allowed: one, in reasoning_content")
     return None if content is None else checked_text(place, "content", content), next(iter(different), None)

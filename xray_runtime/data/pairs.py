@@ -249,9 +249,9 @@ def _written(name: str, values: list[Any]) -> list[Any]:
     return [None if value is None else _json(value) for value in values]
 
 
-def _read_back(found: dict[str, Any]) -> dict[str, Any]:
+def _read_back(row: dict[str, Any]) -> dict[str, Any]:
     """A message or a row without its nulls."""
-    return {name: json.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None}
+    return {name: json.loads(value) if name in AS_JSON else value for name, value in row.items() if value is not None}
 
 
 def _json(value: Any) -> str:

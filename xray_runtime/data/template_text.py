@@ -132,11 +132,11 @@ class TemplateText:
 
     def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template reads it."""
-        found = {key: value for key, value in message.items() if key not in ("tools", KEY)}
+        message_read = {key: value for key, value in message.items() if key not in ("tools", KEY)}
         reasoning, content = self.parts(message)
         if reasoning and self.reasoning is not None and self.reasoning.key is not None:
-            found[self.reasoning.key] = reasoning
-        return found | {"content": content}
+            message_read[self.reasoning.key] = reasoning
+        return message_read | {"content": content}
 
     def _marked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         """The message with words in place of its texts, and of control tokens elsewhere."""
@@ -181,7 +181,7 @@ class TemplateText:
         return {self._guard(k): self._guard(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     def _as_spelled(self, text: str) -> str:
-        return self._spare.sub(lambda found: self._spelled[found.group()], text)
+        return self._spare.sub(lambda match: self._spelled[match.group()], text)
 
     def _filled(self, skeleton: str, forms: list[str]) -> Rendered:
         text, *pieces = self._slots.split(self._as_spelled(skeleton))

@@ -66,16 +66,18 @@ class Registry(Generic[T]):
     def _places(self) -> dict[str, tuple[str, str]]:
         """Name → module and object, in the order of the names."""
         folders = importlib.import_module(self.package).__path__
-        found = {
+        modules = {
             module.name: (f"{self.package}.{module.name}", self.attribute)
             for module in pkgutil.iter_modules(folders)
             if not module.name.startswith("_")
         }
         for point in importlib.metadata.entry_points(group=self.group):
             place = (point.module, point.attr or self.attribute)
-            if found.setdefault(point.name, place) != place:
-                raise ValueError(f"{self.sort} {point.name!r} is defined twice: {found[point.name][0]}, {point.module}")
-        return dict(sorted(found.items()))
+            if modules.setdefault(point.name, place) != place:
+                raise ValueError(
+                    f"{self.sort} {point.name!r} is defined twice: {modules[point.name][0]}, {point.module}"
+                )
+        return dict(sorted(modules.items()))
 
 
 def can(capabilities: object, capability: str, value: object = True) -> bool:

@@ -56,14 +56,14 @@ class RewardReader:
         Raises:
             ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
-        found = self._rows(prompts, replies, tokens)
-        longest = int(found.input_ids.lengths.max(initial=0))
+        scores = self._rows(prompts, replies, tokens)
+        longest = int(scores.input_ids.lengths.max(initial=0))
         if self._limit is not None and longest > self._limit:
             raise ValueError(
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
                 f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
             )
-        return found
+        return scores
 
     def _rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: TextBatch | None) -> TextBatch:
         if self.takes_tokens and tokens is not None:

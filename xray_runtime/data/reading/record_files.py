@@ -66,8 +66,8 @@ def file_records(field: str, path: Path) -> tuple[int, Records]:
             with _open(path) as begin:
                 is_array = begin.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
             if is_array:
-                found = list(_array_records(field, path))
-                return len(found), iter(found)
+                records = list(_array_records(field, path))
+                return len(records), iter(records)
         with _open(path) as lines:
             total = sum(not line.isspace() for line in lines)
     # Arrow and gzip have exceptions of their own.

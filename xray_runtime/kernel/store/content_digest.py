@@ -109,7 +109,7 @@ def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
     """Compare again after it was read; unchanged files are not read again.
 
     Raises:
-        OutsideChangedError: it is no longer what it was.
+        OutsideChangedError: it changed meanwhile.
         OutsideError: it is gone.
     """
     now = outside_digest(outside.name, memory, field=outside.field, holds=outside.holds)

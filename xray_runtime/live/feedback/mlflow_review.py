@@ -221,7 +221,7 @@ class _Synchronization:
         return None
 
     def assess(self) -> None:
-        """Show what was last said outside MLflow."""
+        """Show the latest feedback from outside MLflow."""
         for answer, trace in self._shown.items():
             last = {(row["user"], name): row for row in self._recorded.feedback[answer] for name in _signals(row)}
             people = [each for each in trace.assessments if each.is_person]
@@ -242,7 +242,7 @@ class _Synchronization:
                 self.result.assessed += 1
 
     def fill_queue(self) -> None:
-        """Put answers that nobody has judged into the queue, and mark those that somebody has."""
+        """Queue answers without a judgement, and mark those that have one."""
         queue = self._traces.open_queue(self._config.queue, self._config.judges)
         items, feedback = queue.items(), self._recorded.feedback
         queue.add([answer for answer in self._shown if not feedback[answer] and TRACE + answer not in items])
@@ -271,5 +271,5 @@ def _shown(row: Mapping[str, Any]) -> ShownAnswer:
 
 
 def _signals(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = row["texts"].get("feedback")
-    return found if isinstance(found, dict) else {}
+    feedback = row["texts"].get("feedback")
+    return feedback if isinstance(feedback, dict) else {}

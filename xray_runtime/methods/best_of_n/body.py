@@ -70,11 +70,11 @@ def _examples(
     """The best replies of these prompts; of an agent's episode each call that is in the loss."""
     names = {row: f"{stage.name}-{row}" for row in rows}
     if groups.episodes is None:
-        found = []
+        examples = []
         for row, name in names.items():
             reasoning, answer = split_reasoning(groups.replies[row][best[row]])
-            found.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
-        return found
+            examples.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
+        return examples
     assert stage.config.environment is not None
     source = source_of(stage.config.environment)
     decode = partial(decode_reply, load_tokenizer(stage.inputs.policy.path))
