@@ -181,6 +181,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "advantage": advantage,
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
+            **({"drawn": row["drawn"]} if "drawn" in row else {}),
             **({} if called is None else {"calls": called[0]}),
         }
 

@@ -49,6 +49,12 @@ Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
 
 
+class Note(str):
+    """A finding that is no fault, such as the number of rows that were left out."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Answer:
     """A person's answer to `Recorder.ask`."""

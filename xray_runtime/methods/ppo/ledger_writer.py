@@ -123,6 +123,7 @@ class Ledger:
                 "row": ids.astype(np.int32),
                 "round": (ids // self._config.rollout_size).astype(np.int32),
                 "prompt": self._prompts.rows[rollout.prompt].astype(np.int64),
+                **({"drawn": rollout.drawn} if "drawn" in rollout else {}),
                 "version": rollout.version.astype(np.int32),
                 "seed": rollout.seed.astype(np.int64),
                 "ended": rollout.ended,
