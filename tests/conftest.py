@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -17,6 +18,17 @@ settings.register_profile(
     max_examples=int(os.environ.get("XRAY_TEST_EXAMPLES", "30")),
 )
 settings.load_profile("xray")
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's own finds its number by listing the directories of all tests before, which thousands of tests feel."""
+    path = tmp_path_factory.getbasetemp() / f"{request.function.__name__[:30]}_{next(NUMBERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture(autouse=True)
