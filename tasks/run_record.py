@@ -51,9 +51,9 @@ class RunRecord:
         tracking_uri: str | None = None,
     ) -> None:
         self.output, self.project = output, project
-        own = own_store(output)
-        self.tracking_uri = tracking_uri or tracking_address() or own
-        self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
+        default = own_store(output)
+        self.tracking_uri = tracking_uri or tracking_address() or default
+        self._is_own, self._seed, self._storage = self.tracking_uri == default, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
         self._terms = dict(terms or {})
         self._run_directory = run_directory or output

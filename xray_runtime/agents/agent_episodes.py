@@ -212,8 +212,8 @@ class AgentEpisodes:
             self._begin_anew(planned, step, counts, "begun_anew")
         record = record_of(episode, outcome)
         record["counts"] |= {why: counts[why] for why in ANEW}
-        kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept)
+        kept_as = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
+        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept_as)
         self._journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])

@@ -207,7 +207,7 @@ def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[Bran
 def _on_last(mask: list[bool], reward: float) -> list[float]:
     """The reward on the last sampled token."""
     placed = [0.0] * len(mask)
-    placed[max(place for place, own in enumerate(mask) if own)] = 0.0 if np.isnan(reward) else reward
+    placed[max(place for place, is_sampled in enumerate(mask) if is_sampled)] = 0.0 if np.isnan(reward) else reward
     return placed
 
 

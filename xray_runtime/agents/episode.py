@@ -233,12 +233,12 @@ class AgentEpisode:
             options["max_new_tokens"] = request.max_tokens
         return options | ({"stop": request.stop} if request.stop else {})
 
-    def _check_limits(self, request: Request, place: CallPosition, sampling: Sampling) -> None:
+    def _check_limits(self, request: Request, position: CallPosition, sampling: Sampling) -> None:
         limits = self._limits
-        if len(place.prompt) + sampling.max_new_tokens > limits.context:
+        if len(position.prompt) + sampling.max_new_tokens > limits.context:
             raise RefusedError(
-                f"the prompt's {len(place.prompt)} tokens and a reply of {sampling.max_new_tokens} are more than the "
-                f"context's {limits.context}",
+                f"the prompt's {len(position.prompt)} tokens and a reply of {sampling.max_new_tokens} are more than "
+                f"the context's {limits.context}",
                 code="context_length_exceeded",
             )
         if self.counts["calls"] + request.n > limits.max_calls:
@@ -251,22 +251,22 @@ class AgentEpisode:
             self._check_open()
         self.counts["calls"] += request.n
 
-    def _take_keys(self, place: CallPosition, request: Request) -> list[str]:
-        first = place.key(self.name, request, 0)
+    def _take_keys(self, position: CallPosition, request: Request) -> list[str]:
+        first = position.key(self.name, request, 0)
         begun = self._begun.get(first, 0)
         self._begun[first] = begun + request.n
-        return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
+        return [position.key(self.name, request, begun + choice) for choice in range(request.n)]
 
     async def _answer(self, request: Request, options: dict[str, Any], keys: list[str]) -> list[AgentReply]:
         sampling = replace(self._policy.sampling, **options)
         # One after another: calls have places in the order in which they arrived.
         async with self._placing:
             self._check_open()
-            place = await in_thread(self._tree.place, request)
-            self._check_limits(request, place, sampling)
-            keys += self._take_keys(place, request)
+            position = await in_thread(self._tree.place, request)
+            self._check_limits(request, position, sampling)
+            keys += self._take_keys(position, request)
         calls = await asyncio.gather(
-            *(self._sampled(key, place, sampling, options, not request.biases) for key in keys)
+            *(self._sampled(key, position, sampling, options, not request.biases) for key in keys)
         )
         fresh = [call for call in calls if call.key not in self._known]
         if fresh:
@@ -282,14 +282,14 @@ class AgentEpisode:
         return replies
 
     async def _sampled(
-        self, key: str, place: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
+        self, key: str, position: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
     ) -> PolicyCall:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
-        sampled = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
-        parent = place.parent.key if place.parent else None
-        return PolicyCall(key, parent, place.prompt, seed, *sampled, is_trained, options, place.messages)
+        sampled = await self._policy.sampler.sample(position.prompt, seed, sampling, self._policy.version)
+        parent = position.parent.key if position.parent else None
+        return PolicyCall(key, parent, position.prompt, seed, *sampled, is_trained, options, position.messages)
 
     def _reply(self, call: PolicyCall, request: Request) -> AgentReply:
         is_chat = request.prompt is None

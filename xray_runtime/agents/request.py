@@ -223,7 +223,7 @@ def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """`text` up to the first of the texts `stop`."""
-    places = [place for place in map(text.find, stop) if place >= 0]
+    places = [index for index in map(text.find, stop) if index >= 0]
     return text[: min(places)] if places else text
 
 

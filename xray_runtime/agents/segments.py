@@ -127,9 +127,9 @@ class Tree:
                     parent, parent.tokens + observed, messages[length:], numbered(request.messages)[length:]
                 )
         first, *others = request.messages
-        whole = [first | ({"tools": request.tools} if request.tools else {}), *others]
-        [prompt] = self._format.prompts([whole])
-        return CallPosition(None, prompt, messages, numbered(whole))
+        history = [first | ({"tools": request.tools} if request.tools else {}), *others]
+        [prompt] = self._format.prompts([history])
+        return CallPosition(None, prompt, messages, numbered(history))
 
     def _place_completion(self, prompt: str | list[int]) -> CallPosition:
         if isinstance(prompt, list):

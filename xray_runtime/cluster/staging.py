@@ -176,7 +176,7 @@ class FileStager:
 
 
 def _peers(places: Sequence[str | None]) -> list[tuple[int, int]]:
-    return [(places[:rank].count(place), places.count(place)) for rank, place in enumerate(places)]
+    return [(places[:rank].count(node), places.count(node)) for rank, node in enumerate(places)]
 
 
 def merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:

@@ -106,8 +106,8 @@ class ColumnBatch(Generic[A]):
 
     def on_wire(self) -> Self:
         """The columns that are sent to models."""
-        kept = {name for name, column in self.declared().items() if column.wire}
-        return self.of_columns(self.pick(*kept, *self.others))
+        wired = {name for name, column in self.declared().items() if column.wire}
+        return self.of_columns(self.pick(*wired, *self.others))
 
     def map(self, function: Callable[[A], B]) -> ColumnBatch[B]:
         """A batch of the same kind with `function` of every array."""

@@ -72,7 +72,7 @@ class ControlTokens:
 
     def name_of(self, number: int) -> str:
         """The name of the token with this id."""
-        return next(name for name, own in self._id_of_name.items() if own == number)
+        return next(name for name, known in self._id_of_name.items() if known == number)
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(start, end, id) of every name in `text`."""

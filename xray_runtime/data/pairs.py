@@ -195,8 +195,8 @@ class Pairs(Sequence[P]):
             return [self[i] for i in range(*row.indices(len(self)))]
         if not -len(self) <= row < len(self):
             raise IndexError(f"{self._path}: there is no row {row}")
-        number, place = divmod(row % len(self), BATCH_ROWS)
-        return self._decoded(self._read(number).slice(place, 1))[0]
+        number, offset = divmod(row % len(self), BATCH_ROWS)
+        return self._decoded(self._read(number).slice(offset, 1))[0]
 
     def __iter__(self) -> Iterator[P]:
         for batch in self.batches():

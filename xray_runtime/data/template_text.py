@@ -82,9 +82,9 @@ class TemplateText:
             if not 0 <= start < answer:
                 continue
             close = self._control.spelled(text[start + len(reply[key]) : answer]).strip()
-            own = self._control.spelled(text[len(begun) : start]).strip() if text.startswith(begun) else ""
-            if own:
-                return ReasoningStyle(key, own, close, "")
+            thought = self._control.spelled(text[len(begun) : start]).strip() if text.startswith(begun) else ""
+            if thought:
+                return ReasoningStyle(key, thought, close, "")
             if tag is not None:
                 return ReasoningStyle(key, tag[0].strip(), close, self._control.named(tag[0]))
         if tag is None or self._control.named(self._apply([USER_TURN, ASSISTANT_TURN], None, False)).startswith(begun):

@@ -140,8 +140,8 @@ class TokenColumn:
 
 
 def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
-    whole: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-    return whole
+    array: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    return array
 
 
 def stored(
@@ -191,7 +191,7 @@ def _encoded(
         encoded = by_pair(part, lambda pair: pair.id, lambda some: _in_tokens(some, tokenizer, read))
         prompts = [prompt for prompt, _ in encoded]
         columns: dict[str, list[Any]] = {
-            name: [prompt + own[number] for prompt, own in encoded] for number, name in enumerate(names)
+            name: [prompt + replies[number] for prompt, replies in encoded] for number, name in enumerate(names)
         }
         columns["prompt_lengths"] = list(map(len, prompts))
         columns["prompt_digests"] = [xxhash.xxh3_128_digest(np.array(ids, np.int32).tobytes()) for ids in prompts]

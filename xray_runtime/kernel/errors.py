@@ -40,8 +40,8 @@ def error_summary(error: BaseException) -> str:
     """The root cause in one line, with the place if a note contains it."""
     cause = root_cause(error)
     notes = getattr(cause, "__notes__", [])
-    place = f" {notes[0].splitlines()[0]}" if notes else ""
-    return f"{first_line(cause)}{place}"
+    line = f" {notes[0].splitlines()[0]}" if notes else ""
+    return f"{first_line(cause)}{line}"
 
 
 def shown(value: Any) -> str:

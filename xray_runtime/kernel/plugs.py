@@ -46,10 +46,10 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The plug `name`; its module is imported the first time. Raises ValueError: there is none."""
-        place, attribute = self._place(name)
-        module = importlib.import_module(place)
+        module_name, attribute = self._place(name)
+        module = importlib.import_module(module_name)
         if not hasattr(module, attribute):
-            raise ValueError(f"{self.sort} {name!r}: {place} exposes no {attribute}")
+            raise ValueError(f"{self.sort} {name!r}: {module_name} exposes no {attribute}")
         return cast("T", getattr(module, attribute))
 
     def module(self, name: str) -> str:
@@ -72,8 +72,8 @@ class Registry(Generic[T]):
             if not module.name.startswith("_")
         }
         for point in importlib.metadata.entry_points(group=self.group):
-            place = (point.module, point.attr or self.attribute)
-            if modules.setdefault(point.name, place) != place:
+            module_and_object = (point.module, point.attr or self.attribute)
+            if modules.setdefault(point.name, module_and_object) != module_and_object:
                 raise ValueError(
                     f"{self.sort} {point.name!r} is defined twice: {modules[point.name][0]}, {point.module}"
                 )

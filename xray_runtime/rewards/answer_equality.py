@@ -93,28 +93,28 @@ def _same_groups(gold: AnswerGroup, given: AnswerGroup) -> bool:
     if ordered:
         return all(same(one, other) for one, other in zip(golds, rest, strict=True))
     for one in golds:
-        place = next((place for place, other in enumerate(rest) if same(one, other)), None)
-        if place is None:
+        index = next((index for index, other in enumerate(rest) if same(one, other)), None)
+        if index is None:
             return False
-        del rest[place]
+        del rest[index]
     return True
 
 
 def _distinct(group: AnswerGroup, ordered: bool) -> list[Answer]:
     """The items, in a set each of them once."""
-    kept: list[Answer] = []
+    distinct: list[Answer] = []
     for item in group.items:
-        if ordered or not any(same(item, other) for other in kept):
-            kept.append(item)
-    return kept
+        if ordered or not any(same(item, other) for other in distinct):
+            distinct.append(item)
+    return distinct
 
 
 def _same_values(gold: Value, given: Value) -> bool:
     if (gold.name and given.name and gold.name != given.name) or (gold.unit and given.unit and gold.unit != given.unit):
         return False
     if gold.percent != given.percent:
-        whole, part = (gold, given) if gold.percent else (given, gold)
-        return _equal(whole.expression, part.expression) or _equal(whole.expression / 100, part.expression)
+        percent, part = (gold, given) if gold.percent else (given, gold)
+        return _equal(percent.expression, part.expression) or _equal(percent.expression / 100, part.expression)
     return _equal(gold.expression, given.expression)
 
 

@@ -169,31 +169,31 @@ def _arguments(text: str) -> str:
 def closing(text: str, start: int) -> int:
     """The place after the bracket that closes the one at `start`; the text's length if none does."""
     depth = 0
-    for place in range(start, len(text)):
-        escaped = place and text[place - 1] == "\\"
-        if text[place] in "({[" and not (escaped and text[place] != "{"):
+    for index in range(start, len(text)):
+        escaped = index and text[index - 1] == "\\"
+        if text[index] in "({[" and not (escaped and text[index] != "{"):
             depth += 1
-        elif text[place] in ")}]" and not (escaped and text[place] != "}"):
+        elif text[index] in ")}]" and not (escaped and text[index] != "}"):
             depth -= 1
             if not depth:
-                return place + 1
+                return index + 1
     return len(text)
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """`text` split where `separator` matches outside of brackets."""
-    parts, start, place = [], 0, 0
-    while place < len(text):
-        if text[place] in "({[":
-            place = closing(text, place)
-        elif (match := separator.match(text, place)) is not None and match.end() > place:
-            parts.append(text[start:place])
-            start = place = match.end()
-        elif text[place] == "\\" and (begin := re.compile(r"\\begin\s*\{(\w+)\}").match(text, place)) is not None:
-            end = text.find(rf"\end {{{begin[1]}}}", place)
-            place = len(text) if end < 0 else end + 4
+    parts, start, index = [], 0, 0
+    while index < len(text):
+        if text[index] in "({[":
+            index = closing(text, index)
+        elif (match := separator.match(text, index)) is not None and match.end() > index:
+            parts.append(text[start:index])
+            start = index = match.end()
+        elif text[index] == "\\" and (begin := re.compile(r"\\begin\s*\{(\w+)\}").match(text, index)) is not None:
+            end = text.find(rf"\end {{{begin[1]}}}", index)
+            index = len(text) if end < 0 else end + 4
         else:
-            place += 2 if text[place] == "\\" and text[place + 1 : place + 2] not in "{}([" else 1
+            index += 2 if text[index] == "\\" and text[index + 1 : index + 2] not in "{}([" else 1
     return [part.strip() for part in (*parts, text[start:])]
 
 
@@ -276,11 +276,11 @@ TOKEN = re.compile(
 
 def check_tokens(text: str) -> None:
     """Raise ValueError if `text` has anything that the reader of LaTeX would skip or join."""
-    place, before, apart = 0, "", False
-    while place < len(text):
-        match = TOKEN.match(text, place)
+    index, before, apart = 0, "", False
+    while index < len(text):
+        match = TOKEN.match(text, index)
         if match is None or (match["command"] and match["command"] not in COMMANDS):
-            raise ValueError(f"{text[place : place + 20]!r} is not known")
+            raise ValueError(f"{text[index : index + 20]!r} is not known")
         kind, token = match.lastgroup or match[0], match[0]
         if kind == "letters":
             wrong = not _is_product(token.lower()) or (before == "letters" and apart and len(token) > 1)
@@ -290,6 +290,6 @@ def check_tokens(text: str) -> None:
             wrong = (kind == "_" and before in ("number", ")", "}")) or kind == before == "!"
         if wrong:
             raise ValueError(f"{token!r} does not belong to what is before it")
-        place, before = match.end(), kind
-        spaces = len(text) - place - len(text[place:].lstrip())
-        place, apart = place + spaces, spaces > 0
+        index, before = match.end(), kind
+        spaces = len(text) - index - len(text[index:].lstrip())
+        index, apart = index + spaces, spaces > 0

@@ -162,7 +162,7 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     """`x > 3`, `1 < x <= 2` as intervals."""
     relations = [one.replace(r"\lt", "<").replace(r"\gt", ">").replace(" ", "") for one in RELATION.findall(text)]
     parts = split_top(text, RELATION)
-    names = [place for place, part in enumerate(parts) if re.fullmatch(SYMBOL, part)]
+    names = [index for index, part in enumerate(parts) if re.fullmatch(SYMBOL, part)]
     ups = {one.startswith(("<", r"\le")) for one in relations}
     if not relations or len(parts) not in (2, 3) or len(ups) != 1 or (names != [1] and (len(parts) == 3 or not names)):
         return None
@@ -171,7 +171,7 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     closed = [len(one) > 1 for one in relations]
     if not ups.pop():
         parts, closed = parts[::-1], closed[::-1]
-    at = next(place for place, part in enumerate(parts) if re.fullmatch(SYMBOL, part))
+    at = next(index for index, part in enumerate(parts) if re.fullmatch(SYMBOL, part))
     low, high = (parts[0], parts[-1]) if len(parts) == 3 else (parts[0], "") if at else ("", parts[1])
     begin = "[" if low and closed[0] else "("
     end = "]" if high and closed[-1] else ")"

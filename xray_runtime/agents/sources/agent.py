@@ -37,7 +37,7 @@ class AgentSource(EpisodeSource):
 
     def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         records = read_episodes(checkpoint / EPISODES)
-        lines = [record_line(*place, 0, record) for place, record in records.items()]
+        lines = [record_line(*key, 0, record) for key, record in records.items()]
         journal.write_entries(0, lines)
         is_any = bool(lines)
         for number, table in answered_iterations(checkpoint / LEDGER, last):

@@ -129,8 +129,12 @@ def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
 def plain_environment(home: Path, how: Confinement) -> dict[str, str]:
     """The variables of a confined program."""
     directory = HOME if how in OWN_ROOM else str(home)
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    return {"PATH": os.defpath} | kept | {"HOME": directory, "TMPDIR": directory, "USER": "nobody", "LOGNAME": "nobody"}
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return (
+        {"PATH": os.defpath}
+        | variables
+        | {"HOME": directory, "TMPDIR": directory, "USER": "nobody", "LOGNAME": "nobody"}
+    )
 
 
 def venv_paths(venv: Path) -> list[Path]:

@@ -154,7 +154,7 @@ def _unless(argument: int, value: int, answer: int) -> list[Step]:
 
 
 def _refuse_unless_any(argument: int, values: Sequence[int]) -> list[Step]:
-    jumps = [(JUMP_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    jumps = [(JUMP_EQUAL, value, len(values) - number, 0) for number, value in enumerate(values)]
     return [_load(argument), *jumps, *_end(REFUSED)]
 
 

@@ -32,8 +32,8 @@ class LineageStore:
     @property
     def artifacts(self) -> Path | None:
         """Directory of the artifacts of new experiments; None leaves that to a server."""
-        own = self.tracking_uri == own_store(self.output)
-        return self.output.absolute() / ARTIFACTS if own else None
+        is_default = self.tracking_uri == own_store(self.output)
+        return self.output.absolute() / ARTIFACTS if is_default else None
 
 
 def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:

@@ -115,8 +115,8 @@ def side_by_side(evaluations: Sequence[Measured], names: Mapping[str, str]) -> S
 def figure(table: SideBySide) -> Figure | None:
     """A panel for each column that several policies have, with 95% intervals; None if there is none."""
     shown = [
-        (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
-        for place, name in enumerate(table.columns)
+        (name, [(policy, numbers[index]) for policy, numbers in table.rows if numbers[index] is not None])
+        for index, name in enumerate(table.columns)
     ]
     shown = [(name, points) for name, points in shown if len(points) > 1]
     if not shown:
@@ -128,10 +128,10 @@ def figure(table: SideBySide) -> Figure | None:
     for number, (axes, (_, points)) in enumerate(zip(grid, shown, strict=True)):
         for policy, values in points:
             assert values is not None
-            place = policies.index(policy)
-            axes.plot(values.value, place, "o", color=COLORS[0], markersize=4)
+            index = policies.index(policy)
+            axes.plot(values.value, index, "o", color=COLORS[0], markersize=4)
             if values.low is not None and values.high is not None:
-                axes.plot([values.low, values.high], [place, place], color=COLORS[0], linewidth=1.6)
+                axes.plot([values.low, values.high], [index, index], color=COLORS[0], linewidth=1.6)
         axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
         axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn

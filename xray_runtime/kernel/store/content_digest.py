@@ -121,11 +121,11 @@ def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
 
 
 def _digest_of_all(files: list[tuple[str, Path]], memory: DigestMemory) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with FileReader(memory) as reader:
         for name, path in files:
-            whole.update(json.dumps([name, reader.digest(path)]).encode())
-    return whole.hexdigest()
+            digest.update(json.dumps([name, reader.digest(path)]).encode())
+    return digest.hexdigest()
 
 
 def _files_below(top: Path, directory: Path, above: tuple[str, ...]) -> Iterator[tuple[str, Path]]:

@@ -203,9 +203,9 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
 
     client, traces, num_traces = open_client(uri), TracingClient(uri), 0
     for experiment in client.search_experiments():
-        own = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
-        _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in own])
-        num_traces += len(own)
+        theirs = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
+        _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in theirs])
+        num_traces += len(theirs)
         for trace in _read(traces, experiment.experiment_id, IS_OURS):
             for assessment in trace.assessments:
                 if assessment.judge in (user, pseudonym):

@@ -211,10 +211,10 @@ class _Synchronization:
         except (ConfigError, TypeError) as error:
             return str(error)
         rows = self._recorded.feedback[trace.answer]
-        own = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
-        if own and (_signals(own[-1]) == signals or own[-1]["at_ms"] >= statement.at_ms):
+        same = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
+        if same and (_signals(same[-1]) == signals or same[-1]["at_ms"] >= statement.at_ms):
             return ""
-        if any(_signals(row) == signals for row in own):
+        if any(_signals(row) == signals for row in same):
             return "the judge went back to an earlier verdict, which counts once"
         if len(rows) >= MAX_OF_ANSWER:
             return f"there are {len(rows)} feedback about this answer already"

@@ -39,7 +39,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     config, source = stage.config, stage.inputs.prompts.path
     groups = sample_groups(stage, stage.inputs.policy.path, source, out, recorder)
     best, skipped = kept(groups.rewards, config.min_reward, config.skip_tied)
-    rows = [row for row, place in enumerate(best.tolist()) if place != NONE]
+    rows = [row for row, reply in enumerate(best.tolist()) if reply != NONE]
     stats = groups.stats | skipped | {"kept": float(len(rows))}
     if not rows:
         reasons = {name: count for name, count in stats.items() if name.startswith(("skipped", "left_out")) and count}

@@ -158,6 +158,6 @@ def _show(recorder: Recorder, curated: CuratedRows, stats: dict[str, Any], dropp
     left_out = [[name, *judge.values()] for name, judge in curated.judges.items() if judge["left_out"] is not None]
     columns = ["judge", "judgements", "gold", "gold accuracy", "shared", "agreement", "why"]
     recorder.table("curate_judges_left_out", columns, left_out[:NUM_SHOWN])
-    kept = len(curated.labels) + len(curated.pairs)
+    num_rows = len(curated.labels) + len(curated.pairs)
     note = f"held: {'; '.join(curated.held)}" if curated.held else f"{stats['pairs_train']} pairs to train on"
-    recorder.progress(kept, kept, "rows", note)
+    recorder.progress(num_rows, num_rows, "rows", note)

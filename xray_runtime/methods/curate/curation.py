@@ -100,15 +100,15 @@ def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold
         prompts = list(dict.fromkeys(prompt_text(s.prompt) for s in signals))
         first = {text: prompts[lead] for text, lead in zip(prompts, leaders(prompts, threshold), strict=True)}
         first_texts: dict[tuple[str, str], str] = {}
-        kept = []
+        distinct = []
         for signal in signals:
             text = prompt_text(signal.prompt)
             # One person's near-copies of a prompt count once; other people may ask nearly the same.
             if first_texts.setdefault((signal.judge, first[text]), text) == text:
-                kept.append(signal)
+                distinct.append(signal)
             else:
                 drop("near_duplicate_of_the_same_judge", signal.id)
-        near = _made_equal(kept, threshold) + tests
+        near = _made_equal(distinct, threshold) + tests
     latest = {(s.judge, s.unit): s for s in near}
     ids = {signal.id for signal in latest.values()}
     for signal in near:
@@ -272,7 +272,7 @@ def capped(
     fewer than 1 / `most` people.
     """
     cycles: dict[int, list[CuratedRow]] = defaultdict(list)
-    kept = [row for row in rows if row.side == "heldout"]
+    capped_rows = [row for row in rows if row.side == "heldout"]
     for row in rows:
         if row.side == "train":
             cycles[row.cycle].append(row)
@@ -286,8 +286,8 @@ def capped(
             if row.id not in ids:
                 drop(reason, row.id)
         largest = max([largest, *(weight / len(remaining) for weight in _weights(remaining, sources).values())])
-        kept += remaining
-    return kept, largest
+        capped_rows += remaining
+    return capped_rows, largest
 
 
 def within_share(rows: Sequence[T], most: float, sources: Callable[[T], Sequence[str]]) -> list[T]:
@@ -296,21 +296,21 @@ def within_share(rows: Sequence[T], most: float, sources: Callable[[T], Sequence
     The largest limit that keeps all within their share is found by trying smaller ones: rows that go lower the limit.
     A row of k sources counts 1/k for each; one without a source stays.
     """
-    kept = list(rows)
-    while kept:
-        limit = most * len(kept)
-        if max(_weights(kept, sources).values(), default=0.0) <= limit + 1e-9:
+    remaining_rows = list(rows)
+    while remaining_rows:
+        limit = most * len(remaining_rows)
+        if max(_weights(remaining_rows, sources).values(), default=0.0) <= limit + 1e-9:
             break
         weights: dict[str, float] = defaultdict(float)
         smaller = []
-        for row in kept:
+        for row in remaining_rows:
             of_row = sources(row)
             if all(weights[source] + 1 / len(of_row) <= limit + 1e-9 for source in of_row):
                 for source in of_row:
                     weights[source] += 1 / len(of_row)
                 smaller.append(row)
-        kept = smaller
-    return kept
+        remaining_rows = smaller
+    return remaining_rows
 
 
 def _weights(rows: Iterable[T], sources: Callable[[T], Sequence[str]]) -> dict[str, float]:

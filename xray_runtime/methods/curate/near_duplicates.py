@@ -23,10 +23,10 @@ def leaders(texts: Sequence[str], threshold: float) -> list[int]:
     shingles = [_shingles(text) for text in texts]
     buckets: dict[tuple[int, bytes], list[int]] = {}
     numbers: list[int] = []
-    for number, own in enumerate(shingles):
-        keys = list(enumerate(_bands(own)))
+    for number, shingle in enumerate(shingles):
+        keys = list(enumerate(_bands(shingle)))
         candidates = sorted({other for key in keys for other in buckets.get(key, ())})
-        leader = next((other for other in candidates if _similarity(own, shingles[other]) >= threshold), number)
+        leader = next((other for other in candidates if _similarity(shingle, shingles[other]) >= threshold), number)
         numbers.append(leader)
         if leader == number:
             for key in keys:

@@ -131,7 +131,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
 
     def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
         every = list(chain(*columns))
-        return [every[place] for place in places]
+        return [every[index] for index in places]
 
     return ScoredRollout(
         batched([part.rollout for part in parts]),
