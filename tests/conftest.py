@@ -1,13 +1,16 @@
 """What holds for all tests."""
 
+import gc
 import itertools
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
 from tests.message_texts import Messages
+from xray_runtime.kernel.processes import without_collection
 
 # No test asserts a wall time.
 # Explaining a failure traces it, and CPython 3.11 can loop without end in `sys.settrace`.
@@ -21,6 +24,17 @@ settings.load_profile("xray")
 
 
 NUMBERS = itertools.count()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector would take a third of a collection's time, and go on looking at a million objects of
+    libraries and parameters that stay."""
+    with without_collection():
+        result = yield
+    gc.collect()
+    gc.freeze()
+    return result
 
 
 @pytest.fixture

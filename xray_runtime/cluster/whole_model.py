@@ -173,10 +173,8 @@ class WholeModel:
         merged into their matrices, or as they are."""
         updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype, merged))
         # Ranks of a stage divide its buckets; generators load a layer at a time, and so want them in order.
-        placed = {
-            (self._topology.stage(rank), b.place): b for rank, update in enumerate(updates) for b in update.buckets
-        }
-        return replace(updates[0], buckets=tuple(placed[index] for index in sorted(placed)))
+        ranked = [((self._topology.stage(rank), b.place), b) for rank, one in enumerate(updates) for b in one.buckets]
+        return replace(updates[0], buckets=tuple(bucket for _, bucket in sorted(dict(ranked).items())))
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
