@@ -35,7 +35,7 @@ MAX_DIFFS = 50
 MAX_SELECTIONS = 8
 MAX_SEARCH, MAX_RANGE, MAX_EXTREMES = 200, 10_000, 60
 NUM_BINS, MAX_COLUMNS = 24, 48
-"""Of the picture of all rewards."""
+"""Bins and columns of the picture of all rewards."""
 RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 COUNT = re.compile(r"[0-9]{1,9}")
