@@ -105,8 +105,8 @@ def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> No
     write_html(target / PAGE, LineageStore(target, store.graph, None), node, chosen)
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     (target / PROVENANCE).write_bytes(b"".join(read_bounded(path) for path in statements if path.is_file()))
+    # An audit of the bundle names a statement that cannot be read.
     with contextlib.suppress(OSError, ValueError):
-        # Without a statement that can be read, which the audit of the bundle names.
         (target / BILL).write_bytes(to_json(bill_of_materials(store.graph, node, chosen)))
     publish_log(store.output, set(chosen), target / SOURCE)
     files = digests(target, list(target.iterdir()))
