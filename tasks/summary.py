@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from xray.tasks.spec import StageResult
 from xray_runtime.kernel.graph.kind import StageKind
@@ -77,6 +79,23 @@ def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
             change = f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}, difference {e[f'{name}_delta']:+.3f}"
             rows.append((title, f"{change} (95%: {low:+.3f} to {high:+.3f})"))
     return [*rows, ("KL", f"{e['kl']:.2f} nats per reply to the model before")]
+
+
+def run_description(content: Mapping[str, Any], prefect: str | None, output: Path) -> str:
+    """The description of a run's page in MLflow (Markdown), from its lifecycle.json; `prefect`: its page there."""
+    rows = evaluation_rows(content["evaluation"]) if content["evaluation"] is not None else []
+    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}.", ""]
+    lines += [*markdown_table(("result", "value"), rows), ""] if rows else []
+    if (registered := content["registered"]) is not None:
+        address = f"#/models/{quote(registered['name'])}/versions/{registered['version']}"
+        lines.append(f"- Model: [{registered['name']} version {registered['version']}]({address})")
+    read = {stage["dataset"] for stage in content["stages"]}
+    made = [(stage["name"], stage["checkpoint"]["sha256"]) for stage in content["stages"]]
+    datasets = [f"`{name}` ({sha256[:12]})" for name, sha256 in made if sha256 in read]
+    lines += [f"- Data: {', '.join(datasets)}"] if datasets else []
+    lines += [f"- [Its run in Prefect]({prefect})"] if prefect else []
+    lines += ["- Report: `report.html` among the artifacts", f"- Pages: `xray studio --output {output}`"]
+    return "\n".join(lines)
 
 
 def sparkline(values: Sequence[float]) -> str:

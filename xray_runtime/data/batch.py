@@ -136,13 +136,18 @@ class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
     old_logprobs: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "where the ratio is 1")
+    """Absent where nothing reads it; then `rollout_logprobs` is there. What follows is there where a loss reads it."""
+    rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
+    version: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "as of a rollout")
+    group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
     weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `returns`."""
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
-    """Only if the KL is in the loss."""
+    """Only if the KL is in the loss, or the loss reads it."""
     branches: Ragged[A] = _BRANCHES
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INTERVAL = "_ci95"
 NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0}
-"""What a number would be if there were no difference."""
+"""Number → its value if there were no difference."""
 
 
 class Number(NamedTuple):

@@ -70,7 +70,8 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
             cause = root_cause(error)
             if isinstance(cause, PASSING) or is_out_of_memory(error):
                 raise
-            failure = f"{type(cause).__name__}: {cause_line(cause)}"
+            kind, text = type(cause).__name__, cause_line(cause)
+            failure = kind if text == kind else f"{kind}: {text}"
             raise ValueError(f"{refused}: it fails ({failure}); {remedy}") from error
         off = [_difference(*each, prompts) for each in zip((out, updated), answers, strict=True)]
     finally:
