@@ -93,6 +93,15 @@ def all_models(call: Call) -> dict[str, ModelRole]:
     return roles
 
 
+def shape_input(call: Call) -> str | None:
+    """The input that has the shape of a stage's output; None if it is the kind's own base model."""
+    if call.kind.base_model(call.config) is not None:
+        return None
+    trained = (role.shape for role in models_of(call).values() if role.use == "trained")
+    models = (name for name, handle in call.parents.items() if handle.call is None or handle.output.is_model)
+    return next(trained, None) or next(models, None)
+
+
 def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str = "engine", **facts: Any) -> ModelRole:
     """A model that `config` trains; `field` is the name of its engine field."""
     layers, engine = config.trainable_layers, getattr(config, field)

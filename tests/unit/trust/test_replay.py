@@ -26,8 +26,9 @@ from xray_runtime.kernel.graph.artifacts import Artifact, Dataset
 from xray_runtime.kernel.graph.kind import KINDS, NoInputs, StageKind
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers
 from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
 from xray_runtime.engines.sampling_config import BIASING, Stop
@@ -23,7 +23,9 @@ from xray_runtime.kernel.config.section import (
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.published import Method, with_method
+from xray_runtime.methods.ppo.routing import RoutingName, check_routing, check_routing_device
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
@@ -50,21 +52,6 @@ class KLConfig(Section):
     place: Literal["reward", "loss"] = "reward"
     """`reward`: subtract the penalty from the reward, per token, or per reply if replies are compared in groups;
     `loss`: add a term to the policy's loss, whose expected gradient is the KL's for each estimator."""
-
-
-def _kept(value: Any) -> Any:
-    if value in ("all", "none") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ValueError(f"{value!r} is not allowed: must be 'all', 'none' or a number of iterations, at least 1")
-
-
-class LedgerConfig(Section):
-    """The training rollouts that a checkpoint keeps."""
-
-    keep: Annotated[Literal["all", "none"] | int, BeforeValidator(_kept)] = "all"
-    """Keep the rollouts of `all` iterations, of `none`, or of this many last iterations."""
-    tokens: Literal["kept", "hashed"] = "kept"
-    """`hashed`: store only salted digests of prompts, replies and per-token numbers, for private chats."""
 
 
 class ValidationConfig(ValidationSchedule):
@@ -158,6 +145,10 @@ class PPOStageConfig(TrainingConfig):
     moments; `none`: do not scale."""
     reward_clip: Positive | None = 5.0
     """Bound on the absolute scaled reward; None: off."""
+    routing: RoutingName = "own"
+    """The experts of a mixture in the policy's passes. `own`: its routers choose. `replay`: those that the generator
+    chose for the same tokens, weighted by the policy's routers, in old log-probabilities and updates alike (R3, Ma et
+    al. 2025); the ledger keeps them with the generator's weights. Reference and critic choose their own."""
     critic: Literal["shared", "separate"] | None = None
     """`shared`: a value head on the policy's trunk (as in trlX); `separate`: a second model, initialized from the SFT
     model. None: `shared` with `advantages: gae`, else no critic."""
@@ -325,11 +316,13 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     @model_validator(mode="after")
     def _generator_and_scorers_fit(self) -> Self:
         check_served(self.adapter_sync, self.lora, self.generator)
+        check_routing(self.routing, self.engine, self.generator, self.environment, self.trainable_layers)
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
         return self
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         super().check_runtime(runtime, path)
+        check_routing_device(self.routing, self.generator, runtime)
         check_transfer(self.adapter_sync, self.lora, self.generator, runtime)
 
     @property

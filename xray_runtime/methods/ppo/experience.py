@@ -95,7 +95,7 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
-        **rollout.pick("response_mask", "branches"),
+        **rollout.pick("response_mask", "branches", "route_ids"),
     )
     wrong = rows.non_finite()
     if wrong is not None:
@@ -103,7 +103,13 @@ def build_experience(
     check_mismatch(mismatch["mean_abs_diff"], max_mismatch)
     kl = kl_summary(logprobs, _dense(scores.ref_logprobs), mask)
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _policy_metrics(kl, mismatch)
+    if "own_route_logprobs" in scores:
+        metrics["rollout/mismatch_own_routes"] = _mean_difference(_dense(scores.own_route_logprobs), sampled, mask)
     return Experience(rows, int(mask.sum()), kl["k1"], metrics)
+
+
+def _mean_difference(logprobs: Tensor, sampled: Tensor, mask: Tensor) -> float:
+    return float(masked_mean((logprobs - sampled).abs(), mask))
 
 
 def check_mismatch(mismatch: float, limit: float) -> None:

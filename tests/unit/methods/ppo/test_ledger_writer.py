@@ -13,8 +13,8 @@ from tests.unit.methods.ppo.loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World,
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.ppo.config import LedgerConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.rewards.config import reward_term
 
 GROUPS: dict[str, Any] = {
