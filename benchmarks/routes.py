@@ -39,6 +39,7 @@ GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 12
 LR, EPOCHS = 1e-3, 2
 SCALE = 4.0
 """New weights are enlarged by this, so that it matters which experts a token takes."""
+PROMPT_IDS = range(5, 60)
 SIZES = FreshBase(
     kind="fresh", vocab_size=300, hidden_size=64, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=64,
     num_experts=16, num_experts_per_tok=4, max_positions=64,
@@ -59,6 +60,7 @@ class Curve:
 def run(seed: int, routing: str, directory: Path) -> Curve:
     """GRPO for replies in the upper half of the vocabulary."""
     tokenizer = train_tokenizer(["a few words to learn letters from"] * 5, SIZES.vocab_size)
+    vocabulary = len(tokenizer)
     lm: Any = fresh_llama(SIZES, tokenizer, seed)
     with torch.no_grad():
         for parameter in lm.parameters():
@@ -84,7 +86,7 @@ def run(seed: int, routing: str, directory: Path) -> Curve:
             scores = scores.with_columns(logprobs=scores.own_route_logprobs)
             rollout = rollout.with_columns(route_ids=None)
         scores = scores.with_columns(ref_logprobs=scores.logprobs)
-        rewards = torch.tensor([float((ids > SIZES.vocab_size // 2).mean()) for ids in rollout.response_ids])
+        rewards = torch.tensor([float((ids > vocabulary // 2).mean()) for ids in rollout.response_ids])
         experience = build_experience(config, text, rollout, scores, rewards, 0.0)
         curve.mismatch.append(experience.metrics["rollout/mismatch"])
         curve.mismatch_own.append(experience.metrics["rollout/mismatch_own_routes"])
@@ -100,7 +102,7 @@ def run(seed: int, routing: str, directory: Path) -> Curve:
 
 def _rollout(sampler: Generation, sampling: Sampling, seed: int, iteration: int) -> tuple[Rollout, TextBatch]:
     draw = np.random.default_rng((seed, iteration))
-    prompts = [draw.integers(5, SIZES.vocab_size - 5, size=6).tolist() for _ in range(GROUPS)]
+    prompts = [draw.choice(PROMPT_IDS, size=6).tolist() for _ in range(GROUPS)]
     prompts = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
     seeds = draw.integers(2**62, size=len(prompts)).tolist()
     replies = sampler.generate(prompts, seeds, sampling, 0)
@@ -113,14 +115,14 @@ def page(curves: dict[tuple[int, str], Curve]) -> Iterator[str]:
     """The page of the docs, line by line."""
     yield "# Routes, replayed and not"
     yield ""
-    yield from f"""Made by `python -m benchmarks.routes --out docs/routes.md` (CPU). GRPO on a new mixture (4 layers,
-16 experts, 4 of them a token), whose sampler computes in bfloat16 and whose trainer computes in float32; both ways begin
-with the same weights and prompts. {ITERATIONS} iterations of {GROUPS} × {GROUP_SIZE} replies of at most {NEW_TOKENS} tokens.
-
-- *mismatch*: mean |log-probability difference| of the two at one version, nats a token, mean over all iterations;
-  *trained*: by the routes that the policy learns by; *own*: by those that the trainer would choose;
-- *reward*: mean of the first and of the last five iterations, at most 1.
-""".splitlines()
+    yield "Made by `python -m benchmarks.routes --out docs/routes.md` (CPU). GRPO on a new mixture of 4 layers with"
+    yield "16 experts, 4 of them a token. Its sampler computes in bfloat16 and its trainer in float32, so that routes"
+    yield "differ; both ways begin with the same weights and prompts, and take"
+    yield f"{ITERATIONS} iterations of {GROUPS} × {GROUP_SIZE} replies of at most {NEW_TOKENS} tokens."
+    yield ""
+    yield "- *mismatch*: mean |log-probability difference| of the two at one version, nats a token, all iterations;"
+    yield "  *trained*: by the routes that the policy learns by; *own*: by those that the trainer would choose;"
+    yield "- *reward*: mean of the first and of the last five iterations, at most 1."
     yield ""
     yield "| seed | `routing` | mismatch, trained | mismatch, own | reward, first | reward, last |"
     yield "|---|---|---|---|---|---|"

@@ -27,9 +27,7 @@ class TransformersSampler(Sampler):
     """One model under `generate`."""
 
     def __init__(self, directory: Path, rank: EngineRank) -> None:
-        self._lm: Any = load_model(directory).to(rank.device).eval()
-        # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
-        self._lm.generation_config = transformers.GenerationConfig()
+        self._lm: Any = prepared(load_model(directory)).to(rank.device).eval()
         self._names = PublishedNames(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
@@ -42,6 +40,17 @@ class TransformersSampler(Sampler):
     def write(self, tensors: Tensors, version: int) -> None:
         for name, tensor in tensors:
             self._names.write(name, tensor)
+
+
+def prepared(lm: Any) -> Any:
+    """`lm`, to sample from."""
+    # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
+    lm.generation_config = transformers.GenerationConfig()
+    auxiliary = family_of(lm.config.model_type).auxiliary
+    if auxiliary is not None:
+        # Nobody reads the loss, and with cached tokens transformers fails to compute it.
+        setattr(lm.config, auxiliary.option, False)
+    return lm
 
 
 class SeededSampling(transformers.LogitsProcessor):
