@@ -36,7 +36,7 @@ from xray_runtime.models.objectives import training_loss
 
 SEEDS, ITERATIONS = 3, 30
 GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 12
-LR, EPOCHS = 1e-3, 2
+LR, EPOCHS = 2e-3, 2
 SCALE = 4.0
 """New weights are enlarged by this, so that it matters which experts a token takes."""
 PROMPT_IDS = range(5, 60)
@@ -69,6 +69,7 @@ def run(seed: int, routing: str, directory: Path) -> Curve:
     config = PPOStageConfig(
         method="grpo", samples_per_prompt=GROUP_SIZE, prompts_per_iteration=GROUPS, minibatch_size=GROUPS * GROUP_SIZE,
         max_new_tokens=NEW_TOKENS, routing=routing, reward_scaling="none", kl={"coef": 0.0, "controller": "fixed"},
+        truncated="penalize", truncation_penalty=0.0,
     )  # fmt: skip
     module, objective = HeadedLM(load_model(directory)).eval(), PPOObjective(config)
     sampler = Generation(directory, 64, GeneratorConfig(engine="transformers"), RuntimeConfig(), EngineRank("cpu"))

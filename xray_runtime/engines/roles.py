@@ -46,6 +46,8 @@ class ModelRole:
     """2 if a row is a pair of replies."""
     kept_rollouts: int = 0
     """Rollouts of a sampled model that the stage keeps in its checkpoint."""
+    keeps_routes: bool = False
+    """Whether the experts of each token are kept with them."""
     scores_tokens: bool = True
     """True if it computes logits; a critic or reward model computes one number instead."""
     trainable_layers: int | None = None

@@ -126,6 +126,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, compute
         epochs=role.epochs,
         sequences_per_row=role.sequences_per_row,
         kept_rollouts=role.kept_rollouts,
+        keeps_routes=role.keeps_routes,
     )
 
 
