@@ -149,7 +149,7 @@ def plainly(directory: Path, rows: PolicyBatch) -> tuple[np.ndarray, float]:
 def test_every_layout_replays_the_same_routes(cluster: None, tiny_model: Path, tmp_path: Path, layout: str) -> None:
     directory, rows = mixture(tmp_path / "model", tiny_model, "qwen3_moe"), forced_rows()
     engine: EngineConfig = LAYOUTS[layout]
-    config = PPOStageConfig(advantages="grpo", samples_per_prompt=2, engine=engine, max_grad_norm=1e9)
+    config = PPOStageConfig(advantages="grpo", samples_per_prompt=2, engine=engine)
     text = TextBatch.of_columns(rows.pick("input_ids", "prompt_lengths", "route_ids"))
     specs: dict[str, Any] = {"policy": ModelSpec(directory, PPOObjective(config), training=config)}
     with open_models(RUNTIME, tmp_path / "logs", specs) as opened:
