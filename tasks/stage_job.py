@@ -45,7 +45,7 @@ from xray_runtime.kernel.graph.kind import StageKind, config_of
 from xray_runtime.kernel.graph.stage_identity import identify
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.report.figures import read_metrics, training_figure
-from xray_runtime.kernel.store.checkpoints import load_manifest
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.content_digest import check_unchanged
 from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.kernel.store.ref import CheckpointRef
@@ -54,6 +54,7 @@ from xray_runtime.kernel.tracking.mirrors import MIRRORS
 from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
 from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.common.training.finite import naming
+from xray_runtime.models.merging import base_of, whole
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.rewards.journal import Journal, publish_answers
 
@@ -182,16 +183,19 @@ class StageJob:
         self._progress(spec.name, 0, 0, "", "starting")
         for parent in self._parents.values():
             store.ensure_local(parent)
+            _ensure_bases(store, parent.path)
         parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
         evidence().log_checkpoints(self._output, parents, here=False)
         with store.building(spec.name, self._key) as built:
             if self._kind.models(self._config):
                 import_transformers()
 
-            def body(runtime: RuntimeConfig) -> int:
-                return self._kind.run(self._stage(runtime, recorder), built, recorder)
+            with _whole_parents(built, self._parents) as paths:
 
-            step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
+                def body(runtime: RuntimeConfig) -> int:
+                    return self._kind.run(self._stage(runtime, recorder, paths), built, recorder)
+
+                step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
             publish_answers(Journal(recorder.kept, recorder.kept_shared, recorder.seal), built)
             for outside in self._outside:
                 check_unchanged(outside, self._memory)
@@ -219,24 +223,24 @@ class StageJob:
             gates=context.gates if self._kind.sides is not None else None,
             outside=[
                 OutsideSource(
-                    field=found.field,
-                    name=found.name,
-                    kind=found.kind,
-                    digest=found.digest,
-                    terms=terms_of(found, context.terms.get(found.name)),
+                    field=file.field,
+                    name=file.name,
+                    kind=file.kind,
+                    digest=file.digest,
+                    terms=terms_of(file, context.terms.get(file.name)),
                 )
-                for found in self._outside
+                for file in self._outside
                 # Hashes of what must not be read are no source.
-                if found.field != f"{self._spec.name}.withdrawn"
+                if file.field != f"{self._spec.name}.withdrawn"
             ],
         )
 
-    def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder) -> Stage[Any, Any]:
+    def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder, paths: Mapping[str, Path]) -> Stage[Any, Any]:
         return Stage(
             name=self._spec.name,
             seed=self._spec.seed,
             config=self._config,
-            inputs=self._kind.inputs_at({role: parent.path for role, parent in self._parents.items()}),
+            inputs=self._kind.inputs_at(paths),
             runtime=runtime,
             open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
             functions=self._functions,
@@ -244,6 +248,26 @@ class StageJob:
             kept_shared=recorder.kept_shared,
             seal=recorder.seal,
         )
+
+
+def _ensure_bases(store: Store, directory: Path) -> None:
+    """Check, or fetch, the checkpoints with the weights of one that is an adapter alone."""
+    while (base := base_of(directory)) is not None:
+        ref = CheckpointRef(uri=str(base.directory), sha256=base.sha256, stage="", kind="", type="Model", step=0)
+        store.ensure_local(ref)
+        directory = base.directory
+
+
+@contextmanager
+def _whole_parents(built: Path, parents: Mapping[str, CheckpointRef]) -> Iterator[dict[str, Path]]:
+    """The directory of each parent; of one that is an adapter alone, the whole model, which lasts as long as this."""
+    # Beside `built`: what a killed process leaves is removed with it.
+    place = built.with_name(f"{built.name}-inputs")
+    place.mkdir()
+    try:
+        yield {role: whole(parent.path, place) for role, parent in parents.items()}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def run_in_memory(

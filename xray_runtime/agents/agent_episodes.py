@@ -39,7 +39,7 @@ from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, cal
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
-from xray_runtime.agents.segments import Call
+from xray_runtime.agents.segments import PolicyCall
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
@@ -76,7 +76,7 @@ class AgentEpisodes:
         leaves_out = config.untrainable == "leave_out"
         self._limits = EpisodeLimits(config.max_calls, config.max_sampled_tokens, context, leaves_out)
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
-        self._known: dict[str, dict[str, Call]] = {}
+        self._known: dict[str, dict[str, PolicyCall]] = {}
         """Episode in a rollout → calls of an earlier attempt."""
         for entry in self._journal.entries(AGENT):
             if "call" in entry:
@@ -104,10 +104,10 @@ class AgentEpisodes:
         planned = self.planned(batch)
         self._replays.sample_again(batch.version, [(episode.rollout, episode.row) for episode in planned])
         with ThreadPoolExecutor(min(self._config.concurrency, len(planned))) as threads:
-            found = list(threads.map(partial(self._play, batch.version, batch.number), planned))
+            played = list(threads.map(partial(self._play, batch.version, batch.number), planned))
         if batch.keep:
-            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, found, strict=True)}
-        return self.rollout(planned, found, batch.version)
+            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, played, strict=True)}
+        return self.rollout(planned, played, batch.version)
 
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
         return [
@@ -117,8 +117,8 @@ class AgentEpisodes:
             for row, task, seed, ids in batch.starts(self._stage)
         ]
 
-    def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
-        return rollout_of_records(planned, found, self._format.end_of_turn, version)
+    def rollout(self, planned: Sequence[Planned], played: Sequence[Played], version: int) -> Rollout:
+        return rollout_of_records(planned, played, self._format.end_of_turn, version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -212,8 +212,8 @@ class AgentEpisodes:
             self._begin_anew(planned, step, counts, "begun_anew")
         record = record_of(episode, outcome)
         record["counts"] |= {why: counts[why] for why in ANEW}
-        kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept)
+        kept_as = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
+        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept_as)
         self._journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
@@ -231,7 +231,7 @@ class AgentEpisodes:
         counts[why] += 1
 
     def _run(
-        self, planned: Planned, name: str, known: Mapping[str, Call], version: int | None, step: int
+        self, planned: Planned, name: str, known: Mapping[str, PolicyCall], version: int | None, step: int
     ) -> tuple[AgentEpisode, Outcome]:
         changed = threading.Event()
         policy = Policy(
@@ -260,7 +260,7 @@ class AgentEpisodes:
             raise RuntimeError(f"{self._stage.name}: the stage ended before {name}")
         return episode, outcome
 
-    def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
+    def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[PolicyCall]) -> None:
         episode = f"{planned.rollout}/{name}"
         keyed = [(planned.key(name, call.key), asdict(call)) for call in calls]
         entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
+from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, text_of
 from xray_runtime.kernel.errors import shown
 
 TEXTS = ("input_text", "output_text", "text")
@@ -15,7 +15,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = Reader(body, temperature)
+    reader = RequestReader(body, temperature)
     given = reader.get("input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
@@ -39,28 +39,28 @@ def _tool(tool: Any) -> Any:
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Items as messages; an assistant's text and the calls after it are one message, as they were one reply."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
-        last_is_own = bool(found) and found[-1]["role"] == "assistant"
+        last_is_own = bool(messages) and messages[-1]["role"] == "assistant"
         if kind == "message":
             message = {"role": item.get("role"), "content": text_of("input", item.get("content"), TEXTS)}
-            found.append(message)
+            messages.append(message)
         elif kind == "function_call":
             if not last_is_own:
-                found.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": ""})
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            found[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = text_of("input", item.get("output"), TEXTS)
-            found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         elif kind != "reasoning":
             raise RefusedError(f"input has an item of type {kind!r}, which is not supported")
-    return found
+    return messages
 
 
-def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """The body of an answer."""
     [reply] = replies
     output: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.request import Reply
+from xray_runtime.agents.request import AgentReply
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -67,7 +67,7 @@ class Spans:
             span.end()
 
     def close(self) -> None:
-        """Export what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
@@ -78,8 +78,8 @@ def note_request(span: Span, given: Any) -> None:
             span.set_attribute(attribute, given[name])
 
 
-def note_replies(span: Span, replies: Sequence[Reply]) -> None:
-    """Add what was answered."""
+def note_replies(span: Span, replies: Sequence[AgentReply]) -> None:
+    """Add the answer."""
     span.set_attribute("gen_ai.response.model", "policy")
     span.set_attribute("gen_ai.response.id", replies[0].id)
     span.set_attribute("gen_ai.response.finish_reasons", [reply.finish for reply in replies])

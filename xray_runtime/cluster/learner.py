@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Route
     from xray_runtime.engines.sync.shared_memory import SharedWriter
+    from xray_runtime.models.adapters import Adapters
     from xray_runtime.models.objectives import Objective
 
 
@@ -53,7 +54,6 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.trainer import build_engine, build_scorer
-        from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import published
         from xray_runtime.models.heads import HeadedLM
         from xray_runtime.models.weight_files import same_trunk
@@ -65,13 +65,13 @@ class Learner(PublishedChecks, Workhorse):
                 raise ValueError(f"{role} does not share the policy's frozen trunk")
         lm = skeleton_of(spec.directory)
         self._published: Any = functools.partial(published, lm)
-        lora = None if spec.training is None else spec.training.lora
+        adapters = _adapters(lm, spec)
         module = HeadedLM(
             lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
             branches=(model.load(role) for role, model in spec.branches.items()),
-            adapters=None if lora is None else Adapters(lm, lora, spec.directory, spec.adapter_seed),
+            adapters=adapters,
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
@@ -147,7 +147,7 @@ class Learner(PublishedChecks, Workhorse):
         assert self.engine is not None
         assert self.spec.training is not None
         layout = self.spec.training.engine
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        outputs: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             made = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
@@ -157,7 +157,7 @@ class Learner(PublishedChecks, Workhorse):
             if not batch.rows:
                 return value * 0.0
             num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
-            found[batch.number] = made.sums | {"computed_tokens": num_tokens}
+            outputs[batch.number] = made.sums | {"computed_tokens": num_tokens}
             finite = (
                 torch.stack([value.detach().float(), *(part.float() for part in made.sums.values())]).isfinite().all()
             )
@@ -169,7 +169,7 @@ class Learner(PublishedChecks, Workhorse):
             norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
                 deque(self._weights(head=True), maxlen=0)
-        in_order = [found[number] for number in sorted(found)] or [{}]
+        in_order = [outputs[number] for number in sorted(outputs)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
         return sums | {"grad_norm": norm}
 
@@ -209,8 +209,8 @@ class Learner(PublishedChecks, Workhorse):
 
     def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
         """Why a snapshot must not be loaded, if this rank finds it: it reads every `checkers`-th shard."""
-        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
-        return next((problem for problem in found if problem is not None), None)
+        problems = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in problems if problem is not None), None)
 
     def load_state(self, directory: Path) -> None:
         """Continue from a snapshot of `save_state`, written under any layout."""
@@ -254,8 +254,13 @@ class Learner(PublishedChecks, Workhorse):
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""
-        from xray_runtime.models.causal_lm import copy_model
+        from xray_runtime.models.causal_lm import copy_model, copy_small_files
 
+        if not self.spec.publishes_weights:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not number:
+                copy_small_files(self.spec.directory, directory)
+            return
         copy_model(self.spec.directory, directory, number, copiers)
 
     def save(self, directory: Path, head_file: str | None) -> dict[str, str]:
@@ -270,10 +275,11 @@ class Learner(PublishedChecks, Workhorse):
         head: dict[str, torch.Tensor] = {}
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self._weights(head=True):
+            merged = self.spec.publishes_weights
+            for name, tensor in self._weights(head=True, merged=merged):
                 if name.startswith(HEAD_PREFIX):
                     head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
-                else:
+                elif merged:
                     yield name, tensor
 
         written = overwrite(directory, weights(), *self.engine.turn)
@@ -308,6 +314,24 @@ class Learner(PublishedChecks, Workhorse):
                 yield from self._published(name, tensor).items() if merged else [(name, tensor)]
             elif head:
                 yield name, tensor
+
+
+def _adapters(lm: Any, spec: ModelSpec) -> Adapters | None:
+    """Those that are trained, or that a frozen model has; they are put into `lm`."""
+    from xray_runtime.kernel.graph.artifacts import ADAPTER
+    from xray_runtime.models.adapter_files import adapter_files, read_fields
+    from xray_runtime.models.adapters import Adapters
+    from xray_runtime.models.weight_files import tensors_in
+
+    lora = None if spec.training is None else spec.training.lora
+    if spec.adapter is not None:
+        lora = read_fields(spec.adapter / ADAPTER).lora
+    if lora is None:
+        return None
+    adapters = Adapters(lm, lora, spec.directory, spec.adapter_seed)
+    if spec.adapter is not None:
+        adapters.load(dict(tensors_in(adapter_files(spec.adapter))))
+    return adapters
 
 
 def _receive(ranks: list[WorkhorseHandle], step: str, infos: list[dict[str, Any]], version: int) -> None:

@@ -63,12 +63,20 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+    adapter: Path | None = None
+    """A checkpoint whose adapter a frozen model has beside its weights."""
     reference: Objective | None = None
     """The scores of this model with its adapters off, the reference of a policy."""
     scoring_at_once: int = 1
     """Models that score at the same time, this one included: on a CPU they share `runtime.threads`."""
     training_at_once: int = 1
     """Likewise models that train."""
+
+    @property
+    def publishes_weights(self) -> bool:
+        """Whether it is published with its weights, and not as an adapter alone."""
+        lora = None if self.training is None else self.training.lora
+        return lora is None or lora.publish == "merged"
 
     @property
     def libraries(self) -> str:
@@ -84,7 +92,9 @@ class ModelSpec:
             role: BranchSpec(find(branch.directory), _located(branch.head, find))
             for role, branch in self.branches.items()
         }
-        return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+        adapter = None if self.adapter is None else find(self.adapter)
+        moved = replace(self, directory=find(self.directory), adapter=adapter)
+        return replace(moved, branches=branches, head=_located(self.head, find))
 
 
 def scored_together(specs: Mapping[str, ModelSpec], beside: int = 0) -> dict[str, ModelSpec]:

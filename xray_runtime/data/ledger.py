@@ -41,7 +41,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Shard:
+class LedgerShard:
     """The rollouts of one iteration."""
 
     iteration: int
@@ -76,7 +76,7 @@ def iterations(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def read_shard(path: Path, *, lists: bool = True) -> Shard:
+def read_shard(path: Path, *, lists: bool = True) -> LedgerShard:
     """Read a shard; with `lists`, also its columns of tokens and of numbers per token. Raises ValueError if the file is
     not a shard or is damaged."""
     if not path.is_file():  # a pipe would be waited for
@@ -89,7 +89,7 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
         table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
-        return Shard(int(about[b"iteration"]), policy, table)
+        return LedgerShard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
@@ -185,7 +185,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             **{name: row[name] for name in ("iteration", "row", "round")},
             "prompt_row": row["prompt"],
             "prompt": prompts[number],
-            **_shown_reply(replies[number] if (found := calls[number]) is None else found[1], is_episode),
+            **_shown_reply(replies[number] if (called := calls[number]) is None else called[1], is_episode),
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
             "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
@@ -193,7 +193,8 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "advantage": advantage,
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
-            **({} if found is None else {"calls": found[0]}),
+            **({"drawn": row["drawn"]} if "drawn" in row else {}),
+            **({} if called is None else {"calls": called[0]}),
         }
 
 
@@ -256,7 +257,7 @@ class Difference:
         return f"{position}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 
 
-def first_difference(recorded: Shard, recomputed: Shard) -> Difference | None:
+def first_difference(recorded: LedgerShard, recomputed: LedgerShard) -> Difference | None:
     """The first difference between two shards of one iteration, by row, then by column."""
     number, left, right = recomputed.iteration, recorded.table, recomputed.table
     if left.schema.remove_metadata() != right.schema.remove_metadata():

@@ -13,7 +13,7 @@ from typing import Any
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.models.context import positions
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.shapes import Experts, ModelShape, ceil_div
 
 LONGEST = 240
@@ -29,30 +29,36 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
         fields: of its `config.json`, where they are known without it.
 
     Raises:
-        ValueError: transformers builds no causal LM for its config; one line.
+        ValueError: transformers builds no causal LM for its config, or stage `base` would refuse it; one line.
     """
     import torch
     import transformers
 
     from xray_runtime.models.attention import attention_of
+    from xray_runtime.models.source_checks import ForeignModelError, check_config
 
+    kind = dict(fields or {}).get("model_type")
     try:
         if fields is None:
             config = transformers.AutoConfig.from_pretrained(locate(model)[0], **NO_CODE)
         else:
             config = transformers.AutoConfig.for_model(**fields)
+        kind = config.model_type
+        check_config(config)
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
             lm: Any = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_of(config), **NO_CODE
             )
         lm.tie_weights()
+        return shape_of(lm)
+    except ForeignModelError as error:
+        raise ValueError(f"it {error}") from error
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")
         if reason.startswith(MANY_CLASSES):
-            reason = "transformers has no causal language model for this kind of config"
+            reason = f"transformers has no causal language model of the kind {kind!r}"
         raise ValueError(reason) from error
-    return shape_of(lm)
 
 
 def shape_of(lm: Any) -> ModelShape:
@@ -87,12 +93,15 @@ def shape_of(lm: Any) -> ModelShape:
         family=family,
         cached_features=latent + config.qk_rope_head_dim if latent else None,
         experts=experts,
+        # Mamba's classes have no "sdpa", and no attention either.
+        eager=lm.config._attn_implementation == "eager"
+        and any("Attention" in type(module).__name__ for module in layers.modules()),
     )
     # Parameters outside the layers, and the remainder where layers differ in size.
     return replace(shape, extra_parameters=sum(p.numel() for p in lm.parameters()) - shape.num_parameters)
 
 
-def _size(config: Any, family: str, name: str) -> int:
+def _size(config: HFConfig, family: str, name: str) -> int:
     """A whole number of the config, under the name that a Llama has for it."""
     value = getattr(config, name, None)
     if not isinstance(value, int):
@@ -100,7 +109,7 @@ def _size(config: Any, family: str, name: str) -> int:
     return value
 
 
-def _intermediate(config: Any, parameters: list[Any]) -> int:
+def _intermediate(config: HFConfig, parameters: list[Any]) -> int:
     """The width of the widest MLP. Some families have one for each layer; others name it differently, and nothing in a
     layer is wider."""
     width = getattr(config, "intermediate_size", None)
@@ -127,7 +136,7 @@ def _expert_modules(layers: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _experts(layers: Any, config: Any, family: str) -> Experts | None:
+def _experts(layers: Any, config: HFConfig, family: str) -> Experts | None:
     """The experts of a mixture; None: it is none. Raises ValueError: they cannot be counted."""
     found = [*_expert_modules(layers)]
     if not found:

@@ -27,7 +27,7 @@ from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
 from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.fresh import fresh_llama as fresh_llama
 from xray_runtime.models.source_checks import (
     ForeignModelError,
@@ -102,7 +102,7 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
     if adapter is not None:
         if files:
             lm, files = load_weights(transformers.AutoModelForCausalLM, name, **options)[0], {}
-        lm = with_adapter(lm, Path(adapter), "base.adapter")
+        lm = with_adapter(lm, Path(adapter), "base.adapter", Path(name))
     if chat_template is not None:
         try:
             tokenizer.chat_template = named_template(chat_template)
@@ -244,7 +244,7 @@ def skeleton(model: str) -> nn.Module:
     return loaded
 
 
-def without_weights(config: Any) -> Any:
+def without_weights(config: HFConfig) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
         return transformers.AutoModelForCausalLM.from_config(

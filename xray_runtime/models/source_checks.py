@@ -16,6 +16,8 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from xray_runtime.data.tokenizer import Tokenizer
+from xray_runtime.models.family import HFConfig
+from xray_runtime.models.quantized import why_quantized
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -45,7 +47,7 @@ def check_no_adapter(name: str, remedy: str = MERGED) -> None:
         raise ForeignModelError(f"has {held[0]}, an adapter: {remedy}")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: HFConfig) -> None:
     """Raises ForeignModelError if a Hugging Face config is of more than one causal language model with plain
     weights."""
     kind, sections = config.model_type, sorted(getattr(type(config), "sub_configs", {}))
@@ -56,16 +58,12 @@ def check_config(config: Any) -> None:
             f"is a {kind!r} model of several parts ({others or 'an encoder and a decoder'}), of which X-ray would "
             "train and publish the language model alone: save that by itself first, as a causal language model"
         )
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        read = quantization.get if isinstance(quantization, Mapping) else quantization.to_dict().get
-        raise ForeignModelError(
-            f"is quantized ({read('quant_method') or 'quantization_config'}): convert it to bfloat16 first, or take "
-            "the model it was made from"
-        )
+    reason = why_quantized(vars(config))
+    if reason is not None:
+        raise ForeignModelError(reason)
 
 
-def check_class(config: Any, lm: Any) -> None:
+def check_class(config: HFConfig, lm: Any) -> None:
     """Raises ForeignModelError if the files were saved by another class than that of `lm`, which transformers chose."""
     ours, saved = type(lm).__name__, list(getattr(config, "architectures", None) or [])
     own = str((getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") or ours).rpartition(".")[2]

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ PAGES = (
     *("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}"),
     "/withdrawals",
 )
-SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
+SCRIPTS = [f'<script src="/static/{name}.js" defer>' for name in ("htmx.min", "studio")]
+MORE_SCRIPTS = {f'<script src="/static/{name}.js" defer>' for name in ("uplot.min", "curves", "tokens")}
 
 
 def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(output: Path) -> None:
@@ -45,6 +47,7 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
     [session] = read_sessions(output)
     policy = find("ppo-read", store).sha256[:12]
     pages = [*PAGES, f"/rollouts/{policy}", f"/rollouts/{policy}/diff?first=0&second=2", f"/review/{session.name}"]
+    pages += [f"/rollouts/{policy}/{name}" for name in ("tokens?iteration=1&row=0", "extremes?iteration=1")]
     pages += [f"/checkpoints/{sha}" for sha in store.graph.nodes]
     pages += re.findall(r'href="(/runs/[^"]+)"', client.get("/").text)
     for path in pages:
@@ -53,8 +56,10 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
         rules = reply.headers["content-security-policy"]
         assert "default-src 'none'" in rules
         assert "unsafe" not in rules
-        # Scripts are the two files; styles and handlers are in no attribute.
-        assert set(re.findall(r"<script[^>]*>", reply.text)) == SCRIPTS, path
+        # Scripts are our files; styles and handlers are in no attribute.
+        scripts = re.findall(r"<script[^>]*>", reply.text)
+        assert scripts[:2] == SCRIPTS, path
+        assert set(scripts[2:]) <= MORE_SCRIPTS, path
         assert not re.search(r"<[^>]*\s(style|onclick|onerror|onload)=|<img src=x", reply.text), path
     assert "&lt;script&gt;" in client.get(f"/review/{session.name}").text
     assert "&lt;script&gt;" in client.get(f"/rollouts/{policy}").text
@@ -133,23 +138,33 @@ def test_the_audit_is_shown_where_it_found_something(output: Path) -> None:
 def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
     records = run_at_work(output, "sft", [{"sft/loss": 2.0 - n / 10} for n in range(5)])
     (records / "samples.json").write_text(json.dumps({"columns": ["prompt"], "rows": [[HOSTILE]]}))
+    now = int(time.time() * 1000)
+    shown = {"done": 10, "total": 40, "unit": "steps", "began_ms": now - 5000, "at_ms": now}
+    (records / "progress.json").write_text(json.dumps(shown))
     client = studio(output)
     with run_lock(output, "live-1"):
         page = client.get("/runs/live-1").text
         assert 'hx-trigger="every 2s"' in page
-        assert "sft/loss: +2.000 to +1.600 at step 4" in page
+        curves = client.get("/runs/live-1/curves").json()
+        assert curves["live"]
+        assert curves["stages"][0]["stage"] == "sft"
+        assert curves["stages"][0]["series"]["sft/loss"] == [[0, 1, 2, 3, 4], [2.0, 1.9, 1.8, 1.7, 1.6]]
+        assert re.search(r"10 of 40 steps, 1[0-5] s left", page)
         assert "&lt;script&gt;" in page
         assert "<script>alert" not in page
         with (records / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 5, "time_ms": 5, "metrics": {"sft/loss": 0.5}}) + "\n")
-        assert "to +0.500 at step 5" in client.get("/runs/live-1/live").text
+        assert client.get("/runs/live-1/curves").json()["stages"][0]["series"]["sft/loss"][1][-1] == 0.5
+        front = client.get("/runs").text
+        assert 'hx-trigger="every 4s"' in front
+        assert "loss, nats a token, sft: +2.000 → +0.500" in front
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "failed", "stages": []}))
     assert "every 2s" not in client.get("/runs/live-1").text
     assert client.get("/runs/other").status_code == 400
 
 
 def rows(text: str) -> list[tuple[int, int, float]]:
-    found = re.findall(r"Iteration (\d+), row (\d+) <small>reward ([-+.\d]+)", text)
+    found = re.findall(r"Iteration (\d+), row (\d+) <small>reward <b>([-+.\d]+)", text)
     return [(int(i), int(r), float(reward)) for i, r, reward in found]
 
 
@@ -165,7 +180,14 @@ def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
     assert best == sorted(in_order, key=lambda row: -row[2])[:50]
     some = rows(client.get(f"{path}?iteration=1&min=18&source=rewards.0&unused=1&order=lowest").text)
     assert some == [(1, 34, 19.0)]
+    # Replies to one prompt stand in one group; prompt n is row n of every iteration.
+    by_prompt = client.get(f"{path}?order=prompt").text
+    assert rows(by_prompt)[:4] == [in_order[0], in_order[40], in_order[80], in_order[1]]
+    assert by_prompt.count('aria-label="3 replies to one prompt"') == 16
+    assert rows(client.get(f"{path}?text=REPLY+2+39").text) == [in_order[-1]]
+    assert len(rows(client.get(f"{path}?iteration=1-2&min=19").text)) == 2
     for query, text in (
+        ("iteration=2-1", "iteration: &#39;2-1&#39; is not allowed: must be a range"),
         ("iteration=9", "--iteration: 9 is not allowed: must be one of 0 to 2"),
         ("min=much", "lowest reward: &#39;much&#39; is not allowed: must be a number"),
         ("order=up", "--order: &#39;up&#39; is not allowed"),
@@ -178,6 +200,51 @@ def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
     assert "40 prompts are in both" in changed
     # 39 + 2 is 1 modulo 40, and 20 is taken off both.
     assert re.findall(r"reward ([-+.\d]+) → ([-+.\d]+)", changed)[0] == ("+19.000", "-19.000")
+
+
+def test_the_picture_of_rewards_leads_to_its_replies(output: Path) -> None:
+    client = studio(output)
+    path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
+    page = client.get(path).text
+    cells = re.findall(r'href="\?(iteration=[^"]+)"[^>]* aria-label="iteration \d: (\d+) from', page)
+    # Each of the 120 rewards is in one bin.
+    assert sum(int(count) for _, count in cells) == 120
+    search, count = cells[0]
+    assert len(rows(client.get(f"{path}?{search.replace('&amp;', '&')}").text)) == int(count) > 0
+
+
+def test_each_token_has_its_numbers(output: Path) -> None:
+    client = studio(output)
+    path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
+    for by in ("logprob", "kl", "advantage", "weight", "mismatch"):
+        page = client.get(f"{path}/tokens?iteration=1&row=20&by={by}").text
+        facts = re.findall(r'<span id="t(\d+)" class="(\w\d)" title="token \d+: ([^"]+)"', page)
+        assert len(facts) > 3
+        for n, shade, title in facts:
+            assert title == (
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, advantage +0.500, "
+                "importance weight +1.000, trainer minus generator +0.250"
+            )
+            # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
+            # half of the largest, 0.39, which few rows have.
+            surprise = min(4, int((int(n) + 1) / 2 / 1.5))
+            expected = {"logprob": f"n{surprise}" if surprise else "p0", "weight": "p0", "kl": "p2"}
+            assert shade == expected.get(by, "p4")
+    found = client.get(f"{path}/extremes?iteration=1&by=kl").text
+    # The largest differences are those of the last rows.
+    assert {int(row) for row in re.findall(r"row=(\d+)&amp;round", found)} >= {39, 38}
+    assert 'row=39&amp;round=0&amp;by=kl#t0"' in found
+    likely = client.get(f"{path}/extremes?iteration=1&by=logprob").text
+    longest = max(int(n) for n in re.findall(r"#t(\d+)", likely))
+    assert re.findall(r"#t(\d+)", likely)[0] == str(longest)
+    for query, text in (
+        ("tokens?iteration=1&row=40", "row: 40 is not allowed"),
+        ("tokens?iteration=9&row=0", "--iteration: 9 is not allowed"),
+        ("tokens?iteration=1&row=0&by=entropy", "by: &#39;entropy&#39; is not allowed"),
+        ("extremes?iteration=1&by=x", "by: &#39;x&#39; is not allowed"),
+    ):
+        reply = client.get(f"{path}/{query}")
+        assert (reply.status_code, text in reply.text) == (400, True), reply.text
 
 
 def test_the_command_sorts_and_compares_as_the_page_does(output: Path) -> None:
@@ -315,3 +382,18 @@ def test_a_chat_without_a_server_says_so(made: Path) -> None:
 def test_bad_options_are_one_line(made: Path, arguments: list[str], text: str) -> None:
     done = CliRunner().invoke(command, ["studio", "--output", str(made), *arguments])
     assert (done.exit_code, text in " ".join(done.output.split())) == (2, True), done.output
+
+
+def test_the_front_page_says_whether_it_got_better_and_who_is_waited_for(output: Path) -> None:
+    path = output / "lifecycle.json"
+    content = json.loads(path.read_text())
+    content["evaluation"] |= {"gold_before": 0.1, "gold_after": 0.3, "gold_delta_ci95": [0.15, 0.25]}
+    content["evaluation"] |= {"distinct_2_before": 0.9, "distinct_2_after": 0.8}
+    path.write_text(json.dumps(content))
+    client = studio(output)
+    front, waiting = client.get("/").text, client.get("/waiting").text
+    for text in ("+0.100 → +0.300", "difference +0.200, 95% +0.150 to +0.250", "60.0%", "95% 40.0 to 80.0%"):
+        assert text in front
+    assert f'<a href="/promote/{NAME}">{NAME} version 1: promote it, or decline</a>' in waiting
+    assert "3 pairs of replies to compare" in waiting
+    assert "2 recorded answers to judge" in waiting

@@ -18,7 +18,7 @@ from tests.unit.methods.ppo.loop import PPOModel, World, attempt, make_inputs
 from tests.unit.trust.commands import xray
 from tests.unit.trust.synthetic import Lifecycle, ledger
 from xray_runtime.cluster.protocols import ModelHandle
-from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.data.ledger import LedgerShard, read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.kernel.config.section import Section
 from xray_runtime.kernel.config.validation import ConfigError
@@ -143,7 +143,7 @@ class Published:
         replies[row][0] += 1
         place = table.column_names.index("reply_ids")
         changed = table.set_column(place, table.schema.field("reply_ids"), pa.array(replies, table["reply_ids"].type))
-        Shard(shard.iteration, shard.policy, changed).write(self.ledger)
+        LedgerShard(shard.iteration, shard.policy, changed).write(self.ledger)
 
 
 @pytest.fixture(scope="module")

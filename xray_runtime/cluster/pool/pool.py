@@ -22,7 +22,7 @@ from xray_runtime.cluster.heartbeat import CONCURRENCY_GROUP, request_heartbeat
 from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.cluster.pool.liveness import Liveness, answered
 from xray_runtime.cluster.pool.named import NamedActor
-from xray_runtime.cluster.protocols import Method, Pingable, WorkhorseHandle
+from xray_runtime.cluster.protocols import Pingable, RemoteMethod, WorkhorseHandle
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.cores import load
 
@@ -83,18 +83,18 @@ class WorkerPool:
         """Lease `count` Workhorses of class `kind` to `holder`: idle ones first, then new ones."""
         self._kill_abandoned()
         want = _kind(kind, runtime)
-        found: list[WorkhorseHandle] = []
+        workhorses: list[WorkhorseHandle] = []
         for entry in [e for e in self._idle if e[0] == want]:
-            if len(found) == count:
+            if len(workhorses) == count:
                 break
             self._idle.remove(entry)
             if answered(request_heartbeat(entry[1]), HEARTBEAT_SECONDS * load()):
-                found.append(entry[1])
+                workhorses.append(entry[1])
             else:
                 ray.kill(entry[1])
-        found += [start(kind, runtime, libraries) for _ in range(count - len(found))]
-        self._leases += [_Lease(holder, workhorse, want) for workhorse in found]
-        return found
+        workhorses += [start(kind, runtime, libraries) for _ in range(count - len(workhorses))]
+        self._leases += [_Lease(holder, workhorse, want) for workhorse in workhorses]
+        return workhorses
 
     def release(self, holder: Pingable) -> None:
         """End the leases of `holder`, whose Workhorses hold no model any more and become idle."""
@@ -127,13 +127,13 @@ class WorkerPool:
 
 
 class PoolHandle(Protocol):
-    ping: Method[[], None]
-    prestart: Method[..., None]
-    num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]
-    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable, str], list[WorkhorseHandle]]
-    release: Method[[Pingable], None]
-    kill_leased: Method[[Sequence[Pingable]], None]
-    evict_idle: Method[[], int]
+    ping: RemoteMethod[[], None]
+    prestart: RemoteMethod[..., None]
+    num_missing: RemoteMethod[[Mapping[type[Workhorse], int], RuntimeConfig], int]
+    acquire: RemoteMethod[[type[Workhorse], RuntimeConfig, int, Pingable, str], list[WorkhorseHandle]]
+    release: RemoteMethod[[Pingable], None]
+    kill_leased: RemoteMethod[[Sequence[Pingable]], None]
+    evict_idle: RemoteMethod[[], int]
 
 
 _POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, "xray-worker-pool-")

@@ -25,7 +25,7 @@ from xray_runtime.kernel.tracking.traces import TRACE, AnswerTraces, Assessment,
 from xray_runtime.live.feedback.answers import SIGNALS, parse_feedback
 from xray_runtime.live.feedback.collection import sound_chain
 from xray_runtime.live.feedback.dataset import require_tracking
-from xray_runtime.live.feedback.recorded_review import RecordedAnswer, answer_of, prompt_of
+from xray_runtime.live.feedback.recorded_review import ReviewedAnswer, answer_of, prompt_of
 from xray_runtime.live.serving.config import ReviewsConfig
 
 FIELDS = ("messages", "input", "instructions", "prompt", "tools")
@@ -33,7 +33,7 @@ FIELDS = ("messages", "input", "instructions", "prompt", "tools")
 MAX_OF_ANSWER = 20
 """Most feedback about one answer, as the API takes."""
 
-Take = Callable[[Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]], None]
+Take = Callable[[Sequence[tuple[ReviewedAnswer, str, dict[str, Any]]]], None]
 """Keeps feedback: (answer, name of the judge, signals)."""
 
 
@@ -161,7 +161,7 @@ class _Synchronization:
             signals = self._new_signals(trace, each)
             if signals is not None and counts[each.judge] < self._config.most_of_one:
                 counts[each.judge] += 1
-                answer = RecordedAnswer(row["id"], row["model"], answer_of(row["texts"]), row["user"])
+                answer = ReviewedAnswer(row["id"], row["model"], answer_of(row["texts"]), row["user"])
                 new.append((answer, each.judge, signals))
             elif signals is not None:
                 self.result.waiting += 1
@@ -211,17 +211,17 @@ class _Synchronization:
         except (ConfigError, TypeError) as error:
             return str(error)
         rows = self._recorded.feedback[trace.answer]
-        own = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
-        if own and (_signals(own[-1]) == signals or own[-1]["at_ms"] >= statement.at_ms):
+        same = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
+        if same and (_signals(same[-1]) == signals or same[-1]["at_ms"] >= statement.at_ms):
             return ""
-        if any(_signals(row) == signals for row in own):
+        if any(_signals(row) == signals for row in same):
             return "the judge went back to an earlier verdict, which counts once"
         if len(rows) >= MAX_OF_ANSWER:
             return f"there are {len(rows)} feedback about this answer already"
         return None
 
     def assess(self) -> None:
-        """Show what was last said outside MLflow."""
+        """Show the latest feedback from outside MLflow."""
         for answer, trace in self._shown.items():
             last = {(row["user"], name): row for row in self._recorded.feedback[answer] for name in _signals(row)}
             people = [each for each in trace.assessments if each.is_person]
@@ -242,7 +242,7 @@ class _Synchronization:
                 self.result.assessed += 1
 
     def fill_queue(self) -> None:
-        """Put answers that nobody has judged into the queue, and mark those that somebody has."""
+        """Queue answers without a judgement, and mark those that have one."""
         queue = self._traces.open_queue(self._config.queue, self._config.judges)
         items, feedback = queue.items(), self._recorded.feedback
         queue.add([answer for answer in self._shown if not feedback[answer] and TRACE + answer not in items])
@@ -271,5 +271,5 @@ def _shown(row: Mapping[str, Any]) -> ShownAnswer:
 
 
 def _signals(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = row["texts"].get("feedback")
-    return found if isinstance(found, dict) else {}
+    feedback = row["texts"].get("feedback")
+    return feedback if isinstance(feedback, dict) else {}

@@ -4,7 +4,7 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time; with
+    score     policy (where something reads it), reference, critic and reward model score the replies; with
               `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.cluster.protocols import ModelHandle, get
@@ -39,18 +38,21 @@ from xray_runtime.methods.common.sampling.episode_source import (
     in_flight_of,
     open_episodes,
 )
-from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
+from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
-from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
+from xray_runtime.methods.ppo.adapter_sync import synced_adapter
+from xray_runtime.methods.ppo.curriculum import PromptOrder
+from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
+from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function
-from xray_runtime.methods.ppo.rollouts import Rollouts
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs
+from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.routing import check_family
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
@@ -60,7 +62,6 @@ from xray_runtime.rewards.reward_sources import RewardSources
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
@@ -86,8 +87,10 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 validated = loop.validation.score(loop.models, validation_replies, iteration)
                 scored = loop.scorer.score(rollout, iteration)
             scored = _without_ties(loop, scored, iteration, clock)
+            loop.order.record(*scored.rewards_by_prompt(loop.rewards.weights))
             with clock.phase("score"):
                 rewards, experience = loop.experience(scored)
+                probe = probe if loop.functions.scores_policy or config.lag else loop.mismatch(scored)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
             with clock.phase("generate"):
@@ -100,6 +103,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
             metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout)
+            metrics |= loop.order.metrics()
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
@@ -119,11 +123,12 @@ class _Loop:
     tokenizer: Tokenizer
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
+    order: PromptOrder
     episodes: EpisodeSampler | None
     rollouts: Rollouts
     rewards: RewardSources
-    scorer: Scorer
-    estimator: AdvantageEstimator | None
+    scorer: RolloutScorer
+    functions: Functions
     updater: Updater
     kl: KLController
     moments: RunningMoments
@@ -147,7 +152,15 @@ class _Loop:
         # With a lag, the rollout's policy is not the trainer's: a probe is checked instead.
         limit = math.inf if config.lag else config.mismatch_limit(self.stage.runtime.device)
         given = scored.text, scored.rollout, scored.scores, rewards
-        return rewards, build_experience(config, *given, self.kl.coef, self.estimator, limit)
+        columns = self.prompts.columns(scored.rollout.prompt.tolist()) if self.functions.read_columns else {}
+        facts = RowFacts(columns, scored.sources.values, self.rewards.weights)
+        return rewards, build_experience(config, *given, self.kl.coef, self.functions, limit, facts)
+
+    def mismatch(self, scored: ScoredRollout) -> float:
+        """That of generator and trainer over a few rows, where the policy scored none. Raises as `check_mismatch`."""
+        found = self.scorer.mismatch(scored, num_probe_rows(self.stage))
+        check_mismatch(found, self.stage.config.mismatch_limit(self.stage.runtime.device))
+        return found
 
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
         """Gold score of each reply; None without `gold`."""
@@ -165,10 +178,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
-    estimator, kl = (
-        own_function(stage, "advantages", config.advantages, check_advantages),
-        make_kl_controller(config.kl),
-    )
+    order = PromptOrder(config.curriculum, prompts, cursor, weight_function(stage))
+    functions, kl = Functions.of_stage(stage), make_kl_controller(config.kl)
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
@@ -179,7 +190,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop, routes=routes)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs = model_specs(stage, rewards, limit)
+    specs = model_specs(stage, rewards, functions, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
@@ -187,8 +198,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         ) as episodes,
     ):
         in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None
-        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
-        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, order, episodes, in_flight)
+        keep_files: list[KeepsFiles] = [rollouts, order, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}
@@ -197,11 +208,14 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             tokenizer=tokenizer,
             models=models,
             prompts=prompts,
+            order=order,
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
-            estimator=estimator,
+            scorer=RolloutScorer(
+                models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy
+            ),
+            functions=functions,
             updater=Updater(stage, models, skipped),
             kl=kl,
             moments=moments,
@@ -243,7 +257,10 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    reads = config.generator.capabilities.own_models and not config.in_flight_updates
+    synced = synced_adapter(config.adapter_sync, config.lora, config.generator, loop.stage.runtime)
+    # A generator that got merged weights has none to read where an adapter alone was written.
+    has_weights = synced is not None or config.lora is None or config.lora.publish == "merged"
+    reads = config.generator.capabilities.own_models and not config.in_flight_updates and has_weights
     if kept == done and reads:
         get(models["generator"].load_checkpoint.remote(out, done + 1))
         loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())

@@ -1,4 +1,4 @@
-"""The rollouts that a stage keeps."""
+"""What a stage keeps of its training rollouts."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xray_runtime.ops.planner.cost import trained_parameters
 from xray_runtime.ops.planner.layout import Layout
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 SNAPSHOT_BYTES = 12
 """Per trained parameter: weight and AdamW's two moments in float32."""
@@ -33,6 +33,6 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     return {what: size for what, size in sizes.items() if size}
 
 
-def _route_bytes(role: Role) -> int:
+def _route_bytes(role: PlannedRole) -> int:
     experts = role.shape.experts if role.keeps_routes else None
     return 0 if experts is None else ROUTE_BYTES * experts.chosen * experts.num_layers

@@ -41,7 +41,7 @@ from xray_runtime.ops.planner.splits import (
     trained_layouts,
     zero3_shards,
 )
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
 MAX_PASS_TOKENS = 32_768
@@ -89,7 +89,7 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
             fits, least = search.sorted_out(candidates, placement)
             fitting += [(candidate, placement) for candidate in fits]
             nearest += [(least, placement)] if least is not None else []
-        fitting.sort(key=lambda found: found[0][0])
+        fitting.sort(key=lambda option: option[0][0])
         for candidate, placement in fitting or nearest:
             yield search.plan(candidate, placement)
         if not fitting:
@@ -281,7 +281,7 @@ class _Search:
                 needs = self._needs(one, self._sampled, layout, shared)
                 yield Choice(layout, seconds, cache_scale=scale, **needs)
 
-    def _needs(self, workload: Workload, roles: Sequence[Role], layout: Layout, shared: bool) -> dict[str, Any]:
+    def _needs(self, workload: Workload, roles: Sequence[PlannedRole], layout: Layout, shared: bool) -> dict[str, Any]:
         """The fields of `Choice` about memory."""
         memory = [workload.memory(role, layout, shared=shared) for role in roles]
         held = Held.of(memory) if shared else Held(total=max(m.total for m in memory))

@@ -18,7 +18,7 @@ from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.methods.loading import load_config, resolved_yaml, validate
-from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.term import SourceRoute
 
 PRESETS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
 
@@ -136,7 +136,7 @@ REFUSED = [
     "ppo: {stages: [{lora: {dora: true}, critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
     "ppo: {stages: [{adapter_sync: adapter}]}",
     "ppo: {stages: [{lora: {}, engine: {num_workhorses: 4, tensor_parallel: 2, pipeline_parallel: 2}}]}",
-    "{generator: {engine: transformers}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
+    "{generator: {engine: deepspeed}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
     "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
     "ppo: {stages: [{routing: replay}]}",
@@ -454,7 +454,7 @@ def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, messag
     ],
 )
 def test_a_route_compares_by_type(equals: Any, value: Any, applies: bool | None) -> None:
-    route = Route(column="task", equals=equals)
+    route = SourceRoute(column="task", equals=equals)
     if applies is None:
         with pytest.raises(ValueError, match=r"when\.equals = .* the column 'task' has .*: must be of the same type"):
             route.applies(value)

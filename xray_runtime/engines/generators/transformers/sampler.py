@@ -12,8 +12,10 @@ import transformers
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.signs import part_done
+from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.family import family_of
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.published_names import PublishedNames
 from xray_runtime.models.routing import RecordedRoutes, recorded_routes
 
@@ -24,10 +26,14 @@ alone, not on the rest of the batch."""
 
 
 class TransformersSampler(Sampler):
-    """One model under `generate`."""
+    """One model under `generate`, or one with an adapter that each update replaces."""
 
-    def __init__(self, directory: Path, rank: EngineRank) -> None:
+    def __init__(self, directory: Path, rank: EngineRank, adapter: LoRAConfig | None = None) -> None:
         self._lm: Any = prepared(load_model(directory)).to(rank.device).eval()
+        self._adapters = None
+        if adapter is not None:
+            self._adapters = Adapters(self._lm, adapter, directory, seed=0)
+            self._adapters.load({})
         self._names = PublishedNames(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
@@ -38,6 +44,9 @@ class TransformersSampler(Sampler):
             return sample(*given, recorded)
 
     def write(self, tensors: Tensors, version: int) -> None:
+        if self._adapters is not None:
+            self._adapters.load(dict(tensors))
+            return
         for name, tensor in tensors:
             self._names.write(name, tensor)
 

@@ -42,13 +42,13 @@ def own_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     rows = list(zip(ids, rollout.response_mask, strict=True))
     if "branches" not in rollout:
         return [own_text(tokenizer, *row) for row in rows]
-    found = []
+    texts = []
     for (reply, mask), branches in zip(rows, rollout.branches, strict=True):
         # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
         ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
         parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
-        found.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
-    return found
+        texts.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
+    return texts
 
 
 def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
@@ -101,6 +101,12 @@ class ScoredRollout:
     def num_dropped(self) -> int:
         return sum(len(round.replies) for round in self.dropped)
 
+    def rewards_by_prompt(self, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt of each reply, its reward before scaling; NaN: it has none), with those of replaced rows."""
+        rounds = (self, *self.dropped)
+        prompts = np.concatenate([round.rollout.prompt for round in rounds])
+        return prompts, np.concatenate([weighted_sum(round.sources, weights).double().numpy() for round in rounds])
+
     def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
         """The same with `by` in the rows at `places`."""
         index = np.arange(len(self.replies))
@@ -126,7 +132,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
 
     def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
         every = list(chain(*columns))
-        return [every[place] for place in places]
+        return [every[index] for index in places]
 
     return ScoredRollout(
         batched([part.rollout for part in parts]),
@@ -144,12 +150,13 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
     )
 
 
-class Scorer:
+class RolloutScorer:
     """Scores rollouts with the models of a stage.
 
     Args:
         stops: tokens that end a reply.
         own_reference: the reference is the policy with its adapters off.
+        scores_policy: the policy scores each rollout too.
     """
 
     def __init__(
@@ -160,10 +167,11 @@ class Scorer:
         stops: tuple[int, ...],
         prompts: UniquePrompts,
         own_reference: bool = False,
+        scores_policy: bool = True,
     ) -> None:
         self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._own_reference = own_reference
+        self._own_reference, self._scores_policy = own_reference, scores_policy
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -187,12 +195,12 @@ class Scorer:
 
         @cache
         def outputs() -> Scores:
-            found = Scores()
+            scores = Scores()
             for answer in get_all(calls):
-                found = found.with_columns(**merged(answer).columns())
+                scores = scores.with_columns(**merged(answer).columns())
             for answer in get_all(again):
-                found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
-            return found
+                scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
+            return scores
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, read),
@@ -207,6 +215,16 @@ class Scorer:
         lengths = reasoning_lengths(self._tokenizer, rollout)
         return ScoredRollout(rollout, text, replies, outputs(), sources, lengths)
 
+    def mismatch(self, scored: ScoredRollout, count: int) -> float:
+        """Mean |log-probability difference| between generator and policy, in nats per token, over `count` rows that are
+        spread over the rollout."""
+        places = np.unique(np.linspace(0, len(scored.replies) - 1, count).round().astype(int))
+        rollout = scored.rollout.take(places)
+        rows, merged = split_branches(scored.text.take(places), rollout.branches if "branches" in rollout else None)
+        (answer,) = get_all([self._models["policy"].score.remote(rows.with_columns(**rollout.pick("route_ids")))])
+        difference = np.abs(merged(answer).logprobs.values - rollout.rollout_logprobs.values)
+        return float((difference[rollout.response_mask.values] if rollout.are_episodes else difference).mean())
+
     def _inputs(self, rows: TextBatch, whole: TextBatch, routes: Ragged | None) -> dict[str, TextBatch]:
         """Role → the rows that its model scores; `rows` are as sampled, by these `routes` if they are replayed, `whole`
         end each turn, for reward models."""
@@ -215,6 +233,8 @@ class Scorer:
         if routes is not None:
             # Only the policy's log-probabilities are compared with those of the generator.
             inputs["policy"] = rows.with_columns(route_ids=routes)
+        if not self._scores_policy:
+            del inputs["policy"]
         if self._rewards.branches:
             added_ends = rows.input_ids.lengths < whole.input_ids.lengths
             inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)

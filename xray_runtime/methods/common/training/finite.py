@@ -63,9 +63,9 @@ def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> 
     }
     if sampling.routes:
         faults |= _route_faults(sampled)
-    found = next((fault for fault, present in faults.items() if present), None)
-    if found is not None:
-        raise RuntimeError(f"the rollout is corrupt: {found}")
+    fault_found = next((fault for fault, present in faults.items() if present), None)
+    if fault_found is not None:
+        raise RuntimeError(f"the rollout is corrupt: {fault_found}")
 
 
 def _route_faults(sampled: ReplyBatch) -> dict[str, bool]:
