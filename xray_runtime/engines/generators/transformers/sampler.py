@@ -57,7 +57,7 @@ def prepared(lm: Any) -> Any:
     lm.generation_config = transformers.GenerationConfig()
     auxiliary = family_of(lm.config.model_type).auxiliary
     if auxiliary is not None:
-        # Nobody reads the loss, and with cached tokens transformers fails to compute it.
+        # The loss is not read here, and transformers fails to compute it with cached tokens.
         setattr(lm.config, auxiliary.option, False)
     return lm
 
