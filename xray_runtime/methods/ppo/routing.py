@@ -12,7 +12,7 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.config import FreshBase
 from xray_runtime.models.family import FAMILIES, family_of
-from xray_runtime.models.shapes import KNOWN_CONFIGS
+from xray_runtime.models.shapes import KNOWN_CONFIGS, from_fresh
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.graph.handles import Handle
@@ -83,7 +83,7 @@ def _model_type(policy: Handle) -> str | None:
             base = handle.call.kind.base_model(handle.call.config)
             handle = handle.call.parents.get(shape_input(handle.call) or "")
     if isinstance(base, FreshBase):
-        return "qwen3_moe" if base.num_experts else "llama"
+        return from_fresh(base).family
     if not isinstance(base, str):
         return None
     written = Path(base) / "config.json"
