@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.models.trial import OtherModelError, check_computed
 
 SOURCES = Path(__file__).parents[3] / "xray_runtime"
+CONTRIBUTING = SOURCES.parent / "CONTRIBUTING.md"
 TYPES = {kind: name for name in FAMILIES for kind in FAMILIES.get(name).model_types}
+QUOTED = re.compile(r'"(\w+)"')
 MAY_NAME_TYPES = {SOURCES / "models" / "shapes.py"}
 """Configs of well-known models, for plans without a network."""
 LENGTHS = torch.tensor([6, 4])
@@ -43,7 +46,7 @@ def test_no_other_file_lists_types() -> None:
     naming = {
         path
         for path in SOURCES.rglob("*.py")
-        if path.parent.name != "families"
+        if path.parent.name != "families" and TYPES.keys() & set(QUOTED.findall(path.read_text(encoding="utf-8")))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in TYPES
     }
@@ -107,6 +110,22 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, monkeypat
     del lm.get_output_embeddings().forward
     other_logprobs, _ = module.logprobs(module.hidden(IDS, LENGTHS)[before], targets, 1.0)
     assert (other_logprobs - chosen).abs().max() > 0.01
+
+
+def test_the_file_in_contributing_is_all_that_a_family_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, name = CONTRIBUTING.read_text(encoding="utf-8"), "xray_runtime/models/families/cohere.py"
+    diff = text.partition(f"+++ {name}\n")[2].partition("+++ ")[0]
+    shown = "".join(line.removeprefix("+") for line in diff.splitlines(keepends=True))
+    assert shown == (SOURCES.parent / name).read_text(encoding="utf-8")
+    added: dict[str, Any] = {}
+    exec(shown, added)
+    known: dict[str, Family] = {}
+    for module in ("heads", "trial"):
+        monkeypatch.setattr(f"xray_runtime.models.{module}.family_of", lambda kind: known.get(kind, UNLISTED))
+    with pytest.raises(OtherModelError, match=r"^changes its logits by a scale"):
+        check_computed(model("cohere", **SCALED["cohere"]).float())
+    known["cohere"] = added["FAMILY"]
+    check_computed(model("cohere", **SCALED["cohere"]).float())
 
 
 def test_attention_without_a_cap_is_not_taken_for_the_model() -> None:

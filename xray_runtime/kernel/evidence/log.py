@@ -1,14 +1,15 @@
 """Reading the signed log of an output directory: what was published, decided and left there, in order.
 
-    log.jsonl   one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
+    log.jsonl        one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
 
 Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
 by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file.
 
-    log.end     the digest of the last line, in a signed statement of its own, replaced at each entry
+    log.checkpoint   the number of lines and the root of a Merkle tree over them, signed anew at each entry
+    log.cosigned     the last such checkpoint that the log's witness cosigned
 
-A log that was cut short is found by comparing it with its `log.end`, and with heads that were kept: by MLflow, by
-`--since-verified`, or by a person (`xray audit --expect`).
+A log that was cut short is found by comparing it with its `log.checkpoint`, and with what others kept: a witness,
+MLflow, `--since-verified`, or a person (`xray audit --expect`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from xray_runtime.kernel.evidence.lines import (
     parse_line,
     read_signed_lines,
 )
-from xray_runtime.kernel.evidence.view import Line, LogView
+from xray_runtime.kernel.evidence.view import Head, Line, LogView
 from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
-LOG, END = "log.jsonl", "log.end"
+LOG, END, COSIGNED = "log.jsonl", "log.checkpoint", "log.cosigned"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
 
@@ -67,10 +68,10 @@ class LogTail:
     def sound_view(self) -> LogView:
         """The state now. Raises ValueError unless every line is sound."""
         with self._lock:
-            found = self._read()
+            read = self._read()
             if self._problem:
                 raise ValueError(f"{self._path.name}: {self._problem}")
-            return found
+            return read
 
     def _read(self) -> LogView:
         try:
@@ -89,9 +90,9 @@ class LogTail:
         self._status: tuple[int, ...] = ()
 
     def _catch_up(self, file: BinaryIO) -> None:
-        found = os.fstat(file.fileno())
-        # The time of the last change cannot be set by whoever writes the file.
-        status = found.st_ino, found.st_size, found.st_ctime_ns
+        state = os.fstat(file.fileno())
+        # A writer of the file cannot set its change time.
+        status = state.st_ino, state.st_size, state.st_ctime_ns
         if status == self._status:
             return
         if not self._continues(file, status):
@@ -132,6 +133,15 @@ def read_lines(output: Path) -> Iterator[Line]:
     return read_signed_lines(output / LOG, LogRecord)
 
 
+def has_head(output: Path, head: Head) -> bool:
+    """Whether the line of a log that `head` numbers has its digest."""
+    with contextlib.suppress(OSError, ValueError):
+        content = read_bounded(output / LOG, MAX_BYTES)
+        lines = content.splitlines(keepends=True)[head.entries - 1 : head.entries] if head.entries else []
+        return [hashlib.sha256(line).hexdigest() for line in lines] == [head.sha256]
+    return False
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a small file; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -147,5 +157,5 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:
     """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
-    found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
-    return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}
+    files = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
+    return {path.relative_to(output).as_posix(): file_sha256(path) for path in files}

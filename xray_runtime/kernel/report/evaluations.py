@@ -7,13 +7,16 @@ against the same inputs. If two ways give numbers of one name, each also has the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xray_runtime.kernel.graph.kind import StageKind
 from xray_runtime.kernel.report.figures import COLORS, PANEL_INCHES, panel_grid
+from xray_runtime.kernel.report.names import title
 from xray_runtime.kernel.store.checkpoints import read_manifest
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.store.published import read_published
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INTERVAL = "_ci95"
+NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0}
+"""Number → its value if there were no difference."""
 
 
 class Number(NamedTuple):
@@ -65,16 +70,16 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
     assert kind.results is not None
     policy = kind.sides[0]
     others = {role: sha for role, sha in manifest.parents.items() if role != policy}
-    found = json.loads(read_published(directory, sha256, kind.results))
-    judges = found.get("judges") or {}
+    results = json.loads(read_published(directory, sha256, kind.results))
+    judges = results.get("judges") or {}
     # Each judge has its own column of wins.
     left_out = {"samples", "win_rate"} if judges else {"samples"}
     numbers = {
         f"win_rate by {judge}": Number(result["win_rate"], *result["win_rate_ci95"]) for judge, result in judges.items()
     }
-    for name, value in sorted(found.items()):
+    for name, value in sorted(results.items()):
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
-            numbers[name] = Number(float(value), *found.get(f"{name}{INTERVAL}") or ())
+            numbers[name] = Number(float(value), *results.get(f"{name}{INTERVAL}") or ())
     way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
     return Measured(manifest.stage, manifest.parents[policy], way, numbers)
 
@@ -92,16 +97,16 @@ class SideBySide:
         return [[policy, *("" if n is None else str(n) for n in numbers)] for policy, numbers in self.rows]
 
 
-def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
+def side_by_side(evaluations: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
     """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
-    first = {one.way: one.stage for one in reversed(found)}
+    first = {one.way: one.stage for one in reversed(evaluations)}
     used: dict[str, set[str]] = {}
-    for one in found:
+    for one in evaluations:
         for name in one.numbers:
             used.setdefault(name, set()).add(one.way)
     columns: dict[tuple[str, str], str] = {}
     rows: dict[str, dict[str, Number]] = {}
-    for one in found:
+    for one in evaluations:
         for name, number in one.numbers.items():
             label = name if len(used[name]) == 1 else f"{name}, {first[one.way]}"
             column = columns.setdefault((one.way, name), label)
@@ -115,8 +120,8 @@ def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideByS
 def figure(table: SideBySide) -> Figure | None:
     """A panel for each column that several policies have, with 95% intervals; None if there is none."""
     shown = [
-        (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
-        for place, name in enumerate(table.columns)
+        (name, [(policy, numbers[index]) for policy, numbers in table.rows if numbers[index] is not None])
+        for index, name in enumerate(table.columns)
     ]
     shown = [(name, points) for name, points in shown if len(points) > 1]
     if not shown:
@@ -126,15 +131,48 @@ def figure(table: SideBySide) -> Figure | None:
     height = max(PANEL_INCHES[1], 0.7 + LINE_INCHES * len(policies))
     drawn, grid = panel_grid([name for name, _ in shown], height, "constrained")
     for number, (axes, (_, points)) in enumerate(zip(grid, shown, strict=True)):
-        for policy, found in points:
-            assert found is not None
-            place = policies.index(policy)
-            axes.plot(found.value, place, "o", color=COLORS[0], markersize=4)
-            if found.low is not None and found.high is not None:
-                axes.plot([found.low, found.high], [place, place], color=COLORS[0], linewidth=1.6)
+        for policy, values in points:
+            assert values is not None
+            index = policies.index(policy)
+            axes.plot(values.value, index, "o", color=COLORS[0], markersize=4)
+            if values.low is not None and values.high is not None:
+                axes.plot([values.low, values.high], [index, index], color=COLORS[0], linewidth=1.6)
         axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
         axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn
+
+
+@dataclass(frozen=True)
+class DrawnResult:
+    """One number of several policies, drawn on one scale; positions are in percent of it."""
+
+    title: str
+    """For people."""
+    name: str
+    neutral: float | None
+    """Position of what no difference would be; None where there is no such value."""
+    rows: list[tuple[str, str, float, float, float]]
+    """(policy, text, value, low, high)."""
+
+
+def measures(table: SideBySide) -> list[DrawnResult]:
+    """The columns of the table, to be drawn with their intervals; numbers that are not finite are left out."""
+    found = []
+    for place, name in enumerate(table.columns):
+        cells = [(policy, n) for policy, numbers in table.rows if (n := numbers[place]) and isfinite(n.value)]
+        spans = [(n.value if n.low is None else n.low, n.value if n.high is None else n.high) for _, n in cells]
+        neutral = NEUTRAL.get(re.split(r" by |, ", name)[0])
+        ends = [end for span in spans for end in span if isfinite(end)] + ([neutral] if neutral is not None else [])
+        if not cells:
+            continue
+        low, span = min(ends), (max(ends) - min(ends)) or 1.0
+
+        def at(value: float, low: float = low, span: float = span) -> float:
+            return round(3 + 94 * (value - low) / span, 2) if isfinite(value) else 3.0
+
+        rows = [(p, str(n), at(n.value), at(a), at(b)) for (p, n), (a, b) in zip(cells, spans, strict=True)]
+        found.append(DrawnResult(title(name), name, at(neutral) if neutral is not None else None, rows))
+    return found
 
 
 def as_json(table: SideBySide) -> dict[str, Any]:

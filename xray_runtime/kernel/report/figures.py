@@ -56,10 +56,10 @@ def parse_metrics(content: bytes) -> dict[str, list[tuple[int, float]]]:
         try:
             record = json.loads(line)
             step, points = record["step"], record["metrics"].items()
-            found = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
+            parsed = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        for name, at, value in found:
+        for name, at, value in parsed:
             series.setdefault(name, []).append((at, value))
     return series
 
@@ -90,8 +90,18 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
                 label = _label(name) if one_group else name.replace("/", " ", 1).replace("_", " ")
                 axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
         if len(names) > 1:
-            axes.legend(fontsize=7, frameon=False, labelcolor=INK)
+            _legend(axes, stacked=title.startswith("seconds"))
     return figure
+
+
+def _legend(axes: Axes, *, stacked: bool) -> None:
+    """Bars have their legend in a row above them, lines where there is room."""
+    if stacked:
+        axes.set_ylim(top=1.2 * axes.get_ylim()[1])
+        row = {"ncols": 4, "columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4}
+        axes.legend(loc="upper left", fontsize=7, frameon=False, labelcolor=INK, borderaxespad=0.1, **row)
+    else:
+        axes.legend(fontsize=7, frameon=False, labelcolor=INK)
 
 
 def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float]]]) -> None:
