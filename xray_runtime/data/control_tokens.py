@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+import tokenizers
+
+from xray_runtime.data.tokenizer import Tokenizer
 
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
 
@@ -36,7 +38,7 @@ class ControlTokens:
     some tokenizers write indentation and which can forge nothing. Raises ValueError if it is not a fast tokenizer, or
     if one of its added tokens cannot be distinguished from text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer: it needs a tokenizer.json")
         self.ids = {
@@ -63,29 +65,29 @@ class ControlTokens:
     def named(self, text: str, spare: dict[str, str] | None = None) -> str:
         """`text` with every spelled token replaced by its name, or by its name in `spare`."""
         names = self.names if spare is None else spare
-        return self._spelled.sub(lambda found: names[found.group()], text)
+        return self._spelled.sub(lambda match: names[match.group()], text)
 
     def spelled(self, text: str) -> str:
         """`text` with every name replaced by its token."""
         tokens = {name: token for token, name in self.names.items()}
-        return self._named.sub(lambda found: tokens[found.group()], text)
+        return self._named.sub(lambda match: tokens[match.group()], text)
 
     def name_of(self, number: int) -> str:
         """The name of the token with this id."""
-        return next(name for name, own in self._id_of_name.items() if own == number)
+        return next(name for name, known in self._id_of_name.items() if known == number)
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(start, end, id) of every name in `text`."""
-        return [(found.start(), found.end(), self._id_of_name[found.group()]) for found in self._named.finditer(text)]
+        return [(match.start(), match.end(), self._id_of_name[match.group()]) for match in self._named.finditer(text)]
 
     def encode(self, texts: list[str]) -> list[Encoded]:
         """Encodes texts in which only names become control tokens."""
-        found = self._backend.encode_batch(texts, add_special_tokens=False)
-        offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in found]
-        return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(found, offsets, strict=True)]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in encodings]
+        return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(encodings, offsets, strict=True)]
 
 
-def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:
+def _renamed(tokenizer: Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """The tokenizer's backend with renamed tokens, also in the vocabulary, where some tokenizer models would otherwise
     find a special token's piece."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -102,4 +104,4 @@ def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:
     if "merges" in model:
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & names.keys()]
-    return Tokenizer.from_str(json.dumps(state))
+    return tokenizers.Tokenizer.from_str(json.dumps(state))

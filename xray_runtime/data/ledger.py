@@ -30,6 +30,8 @@ from xray_runtime.kernel.files import write_atomic
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """List columns: token ids, and numbers per token of the reply."""
+ROUTES = ("route_ids", "route_weights")
+"""List columns of prompt and reply, whose items are lists too: one for each expert of a token, layer by layer."""
 ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
@@ -110,6 +112,16 @@ def lists(column: Ragged, type: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(column.offsets.astype(np.int32), pa.array(column.values, type), pa.list_(item))
 
 
+def lists_of_lists(column: Ragged) -> pa.Array:
+    """A ragged column whose rows hold arrays of one shape, each as one list."""
+    flat = np.ascontiguousarray(column.values).reshape(len(column.values), -1)
+    item = pa.field("item", pa.from_numpy_dtype(flat.dtype), nullable=False)
+    items = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), type=pa.list_(item, flat.shape[1]))
+    return pa.ListArray.from_arrays(
+        column.offsets.astype(np.int32), items, pa.list_(pa.field("item", items.type, nullable=False))
+    )
+
+
 def sources_of(table: pa.Table) -> list[str]:
     """The sources of reward in the shard, in the config's order."""
     return [name.removeprefix(SCORE) for name in table.column_names if name.startswith(SCORE)]
@@ -173,7 +185,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             **{name: row[name] for name in ("iteration", "row", "round")},
             "prompt_row": row["prompt"],
             "prompt": prompts[number],
-            **_shown_reply(replies[number] if (found := calls[number]) is None else found[1], is_episode),
+            **_shown_reply(replies[number] if (called := calls[number]) is None else called[1], is_episode),
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
             "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
@@ -182,7 +194,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
             **({"drawn": row["drawn"]} if "drawn" in row else {}),
-            **({} if found is None else {"calls": found[0]}),
+            **({} if called is None else {"calls": called[0]}),
         }
 
 

@@ -17,7 +17,8 @@ from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
 from xray_runtime.models.family import Parts
-from xray_runtime.models.heads import BorrowedHead, HeadedLM
+from xray_runtime.models.head_layers import BorrowedHead
+from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
 
 SMALL = 100_000
@@ -146,7 +147,7 @@ def load_shard(
     of a parameter, which the rank reads by itself where it can.
 
     A `frozen` model in float32 on a CPU stays on the mapped pages of its checkpoint, so that all processes of a machine
-    that score with it hold one copy; each pass checks that nobody wrote to the files (`MappedFiles`).
+    that score with it hold one copy; each pass checks that the files did not change (`MappedFiles`).
     """
     mapped = frozen and device.type == "cpu" and dtype == torch.float32 and partition is None
     first = partition is None or dist.get_rank() == 0

@@ -19,6 +19,7 @@ from xray_runtime.data.agent_conversations import conversation, conversation_tex
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.columnar import ColumnBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.methods.common.sampling.agent_rows import decoded_branches, split_branches
 from xray_runtime.rewards.reward_reader import answer_rows
@@ -41,13 +42,13 @@ def own_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     rows = list(zip(ids, rollout.response_mask, strict=True))
     if "branches" not in rollout:
         return [own_text(tokenizer, *row) for row in rows]
-    found = []
+    texts = []
     for (reply, mask), branches in zip(rows, rollout.branches, strict=True):
         # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
         ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
         parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
-        found.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
-    return found
+        texts.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
+    return texts
 
 
 def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
@@ -131,7 +132,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
 
     def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
         every = list(chain(*columns))
-        return [every[place] for place in places]
+        return [every[index] for index in places]
 
     return ScoredRollout(
         batched([part.rollout for part in parts]),
@@ -155,6 +156,7 @@ class RolloutScorer:
     Args:
         stops: tokens that end a reply.
         own_reference: the reference is the policy with its adapters off.
+        scores_policy: the policy scores each rollout too.
     """
 
     def __init__(
@@ -165,10 +167,11 @@ class RolloutScorer:
         stops: tuple[int, ...],
         prompts: UniquePrompts,
         own_reference: bool = False,
+        scores_policy: bool = True,
     ) -> None:
         self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._own_reference = own_reference
+        self._own_reference, self._scores_policy = own_reference, scores_policy
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -183,7 +186,7 @@ class RolloutScorer:
         read = whole if rollout.are_episodes else answer_rows(self._tokenizer, messages, replies, whole)
         branches = rollout.branches if "branches" in rollout else None
         rows, merged = split_branches(text, branches)
-        inputs = self._inputs(rows, whole)
+        inputs = self._inputs(rows, whole, rollout.route_ids if "route_ids" in rollout else None)
         calls = [models[role].score.remote(rows) for role, rows in inputs.items()]
         if self._own_reference:
             calls.append(models["policy"].reference.remote(rows))
@@ -192,12 +195,12 @@ class RolloutScorer:
 
         @cache
         def outputs() -> Scores:
-            found = Scores()
+            scores = Scores()
             for answer in get_all(calls):
-                found = found.with_columns(**merged(answer).columns())
+                scores = scores.with_columns(**merged(answer).columns())
             for answer in get_all(again):
-                found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
-            return found
+                scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
+            return scores
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, read),
@@ -212,10 +215,26 @@ class RolloutScorer:
         lengths = reasoning_lengths(self._tokenizer, rollout)
         return ScoredRollout(rollout, text, replies, outputs(), sources, lengths)
 
-    def _inputs(self, rows: TextBatch, whole: TextBatch) -> dict[str, TextBatch]:
-        """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
+    def mismatch(self, scored: ScoredRollout, count: int) -> float:
+        """Mean |log-probability difference| between generator and policy, in nats per token, over `count` rows that are
+        spread over the rollout."""
+        places = np.unique(np.linspace(0, len(scored.replies) - 1, count).round().astype(int))
+        rollout = scored.rollout.take(places)
+        rows, merged = split_branches(scored.text.take(places), rollout.branches if "branches" in rollout else None)
+        (answer,) = get_all([self._models["policy"].score.remote(rows.with_columns(**rollout.pick("route_ids")))])
+        difference = np.abs(merged(answer).logprobs.values - rollout.rollout_logprobs.values)
+        return float((difference[rollout.response_mask.values] if rollout.are_episodes else difference).mean())
+
+    def _inputs(self, rows: TextBatch, whole: TextBatch, routes: Ragged | None) -> dict[str, TextBatch]:
+        """Role → the rows that its model scores; `rows` are as sampled, by these `routes` if they are replayed, `whole`
+        end each turn, for reward models."""
         models = self._models
         inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
+        if routes is not None:
+            # Only the policy's log-probabilities are compared with those of the generator.
+            inputs["policy"] = rows.with_columns(route_ids=routes)
+        if not self._scores_policy:
+            del inputs["policy"]
         if self._rewards.branches:
             added_ends = rows.input_ids.lengths < whole.input_ids.lengths
             inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)
