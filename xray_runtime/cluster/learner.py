@@ -56,6 +56,7 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import published
         from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.pictures import PictureReader
         from xray_runtime.models.weight_files import same_trunk
 
         self.spec = spec
@@ -75,6 +76,8 @@ class Learner(PublishedChecks, Workhorse):
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
+        if spec.pictures:
+            module.pictures = PictureReader(lm, spec.directory, spec.pictures)
         # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()
         self._trunks = TrunkMemory()

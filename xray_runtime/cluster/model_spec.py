@@ -62,6 +62,8 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+    pictures: tuple[Path, ...] = ()
+    """Folders of the pictures that rows may have."""
     reference: Objective | None = None
     """The scores of this model with its adapters off, the reference of a policy."""
     scoring_at_once: int = 1
@@ -83,7 +85,9 @@ class ModelSpec:
             role: BranchSpec(find(branch.directory), _located(branch.head, find))
             for role, branch in self.branches.items()
         }
-        return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+        pictures = tuple(map(find, self.pictures))
+        head = _located(self.head, find)
+        return replace(self, directory=find(self.directory), branches=branches, head=head, pictures=pictures)
 
 
 def scored_together(specs: Mapping[str, ModelSpec], beside: int = 0) -> dict[str, ModelSpec]:

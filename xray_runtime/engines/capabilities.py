@@ -70,6 +70,8 @@ class TrainerCapabilities:
     """The cost of its sharding; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
     offload: bool = False
     """Optimizer states may live in host memory."""
+    pictures: bool = False
+    """It trains models that read pictures, whole on every rank; up to level 2 their states are sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,5 +96,7 @@ class GeneratorCapabilities:
     """The highest rank of such adapters."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
+    pictures: bool = False
+    """Prompts may have pictures."""
     memory_pool: bool = False
     """It has an allocator for GPU memory that can be moved to the host and back, which trained models use as well."""

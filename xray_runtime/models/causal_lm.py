@@ -29,6 +29,7 @@ from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.fresh import fresh_llama as fresh_llama
+from xray_runtime.models.pictures import PROCESSOR, load_processor, picture_tokens
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.tokenizer import Tokenizer
 
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
-SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
+SMALL_FILES = ("config.json", "generation_config.json", PROCESSOR, "chat_template.jinja", "merges.txt", "vocab.json")
 
 
 class _Weights(NamedTuple):
@@ -66,6 +67,8 @@ class Pretrained(NamedTuple):
     """See `_Weights`."""
     left_out: list[str]
     """See `_Weights`."""
+    processor: Any
+    """transformers' image processor; None: it reads no pictures."""
 
 
 def read_pretrained(model: str, chat_template: str | None = None, adapter: str | None = None) -> Pretrained:
@@ -92,6 +95,7 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
             check_no_adapter(name, "name the model that it was trained on, and this directory as base.adapter")
             found, missing = _read_files(model, name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        processor = None if family_of(found.lm.config.model_type).pictures is None else load_processor(name)
     except ForeignModelError as error:
         raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
     except Exception as error:
@@ -113,7 +117,7 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
         no_row = check_vocabulary(lm, tokenizer)
     except ForeignModelError as error:
         raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
-    return Pretrained(lm, tokenizer, files, found.left_out + no_row)
+    return Pretrained(lm, tokenizer, files, found.left_out + no_row, processor)
 
 
 def _read_files(model: str, name: str) -> tuple[_Weights, str | None]:
@@ -191,7 +195,12 @@ def _without_quantization(lm: Any) -> nn.Module:
 
 
 def save_model(
-    lm: Any, tokenizer: Tokenizer, directory: Path, stops: Sequence[int] = (), files: Mapping[str, Path] | None = None
+    lm: Any,
+    tokenizer: Tokenizer,
+    directory: Path,
+    stops: Sequence[int] = (),
+    files: Mapping[str, Path] | None = None,
+    processor: Any = None,
 ) -> None:
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
@@ -199,6 +208,7 @@ def save_model(
         stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
             generation_config.json.
         files: of a skeleton (`read_pretrained`).
+        processor: of pictures.
     """
     lm.config._name_or_path = ""
     ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id
@@ -212,6 +222,8 @@ def save_model(
         lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
+    if processor is not None:
+        processor.save_pretrained(directory)
 
 
 def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
@@ -247,7 +259,7 @@ def skeleton(model: str) -> nn.Module:
 def without_weights(config: Any) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
-        return transformers.AutoModelForCausalLM.from_config(
+        return auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation=attention_of(config), **NO_CODE
         )
 
@@ -300,11 +312,18 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
     return model, min(report["missing_keys"], default=None)
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' Auto class of a causal LM of this config, which may also read pictures."""
+    reads_pictures = family_of(config.model_type).pictures is not None
+    return transformers.AutoModelForImageTextToText if reads_pictures else transformers.AutoModelForCausalLM
+
+
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **gguf)
-    loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
+    auto = auto_class(config) if family is transformers.AutoModelForCausalLM else family
+    loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
@@ -342,4 +361,5 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     else:
         kind = transformers.AutoTokenizer
     loaded: Tokenizer = kind.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+    loaded.pictures = picture_tokens(Path(directory))
     return loaded

@@ -31,12 +31,13 @@ def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     """
     model, field = stage.config.model, f"{stage.name}.model"
     recorder.progress(0, STEPS, "steps", "loading")
-    lm, tokenizer, files, left_out = read_pretrained(model, stage.config.chat_template, stage.config.adapter)
+    given = model, stage.config.chat_template, stage.config.adapter
+    lm, tokenizer, files, left_out, processor = read_pretrained(*given)
     try:
         stops = stop_tokens(tokenizer, lm.generation_config.eos_token_id)
     except ValueError as error:
         raise ValueError(f"{field}: {model!r} cannot be used: {error}") from error
-    save_model(lm, tokenizer, out, stops, files)
+    save_model(lm, tokenizer, out, stops, files, processor)
     recorder.progress(1, STEPS, "steps", "trying it")
     try:
         check_vocabulary(lm, tokenizer, stops)

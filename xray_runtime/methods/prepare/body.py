@@ -28,9 +28,11 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
+from xray_runtime.data.pictures import FOLDER, pictures_of
 from xray_runtime.data.reading.forms import renamed, usual
 from xray_runtime.data.reading.json_values import check_json
 from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.pictures import PictureFolder
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, left_out, prompt_and_replies
 from xray_runtime.data.reading.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
@@ -114,7 +116,8 @@ def _write_sides(
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
-    total, source = _read(config, absent, unread)
+    pictures = PictureFolder(out / FOLDER, config.pictures)
+    total, source = _read(config, absent, unread, pictures)
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
@@ -160,6 +163,10 @@ def _write_sides(
     counts["train_pairs"] = train.count
     counts.update(_write_unseen(out, unchecked, config, prompts, left_out))
     counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
+    used = _pictures(out)
+    pictures.keep(used)
+    if used:
+        counts["pictures"] = len(used)
     counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
     return counts
 
@@ -190,6 +197,14 @@ def _write_unseen(
     return counts
 
 
+def _pictures(out: Path) -> set[str]:
+    """The digests of all pictures in kept rows."""
+    pairs = (
+        pair for side in (TRAIN, HELDOUT, VALIDATION) if (out / side).is_file() for pair in Pairs(out / side, Example)
+    )
+    return {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
+
+
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
     """`HELDOUT` or `VALIDATION`; None if the conversation is for training."""
     if is_held_out(seed, "conversations", conversation, config.heldout_fraction):
@@ -197,15 +212,18 @@ def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
     return VALIDATION if is_held_out(seed, "validation", conversation, config.validation_fraction) else None
 
 
-def _read(config: DataConfig, absent: set[str], unread: Unread) -> tuple[int, Iterator[tuple[int, Conversation]]]:
+def _read(
+    config: DataConfig, absent: set[str], unread: Unread, pictures: PictureFolder
+) -> tuple[int, Iterator[tuple[int, Conversation]]]:
     """(number of conversations or records, (number of its source, conversation) for each, in order).
 
     Removes columns that occur from `absent`.
     """
     if not config.sources:
-        total, rows = _read_one("data", config, config, absent, unread)
+        total, rows = _read_one("data", config, config, absent, unread, pictures)
         return total, ((0, one) for one in rows)
-    read = [_read_one(f"data.sources.{n}", one, config, absent, unread) for n, one in enumerate(config.sources)]
+    given = config, absent, unread, pictures
+    read = [_read_one(f"data.sources.{n}", one, *given) for n, one in enumerate(config.sources)]
     return sum(total for total, _ in read), mixed(config.sources, [rows for _, rows in read])
 
 
@@ -234,7 +252,12 @@ def mixed(sources: Sequence[MixedSource], rows: Sequence[Iterator[T]]) -> Iterat
 
 
 def _read_one(
-    field: str, part: DataConfig | MixedSource, config: DataConfig, absent: set[str], unread: Unread
+    field: str,
+    part: DataConfig | MixedSource,
+    config: DataConfig,
+    absent: set[str],
+    unread: Unread,
+    pictures: PictureFolder,
 ) -> tuple[int, Iterator[Conversation]]:
     if part.source == CHITCHAT:
         conversations = chitchat_conversations()
@@ -249,7 +272,7 @@ def _read_one(
         for where, given in records:
             record = renamed(f"{field}.rename_columns", where, given, names, unseen)
             try:
-                one = _conversation(where, record, config, unread)
+                one = _conversation(where, pictures.found(where, record), config, unread)
             except ValueError as error:
                 raise ValueError(f"{error}{_unseen(field, unseen)}") from error
             absent.difference_update(record)

@@ -25,7 +25,7 @@ class Transformers(Generator):
     """See `Generator`."""
 
     config = TransformersConfig
-    capabilities = GeneratorCapabilities()
+    capabilities = GeneratorCapabilities(pictures=True)
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
         from xray_runtime.engines.generators.transformers import sampler  # noqa: F401
