@@ -89,7 +89,7 @@ def fork_server() -> ForkServer | None:
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkerRequest:
     """Ray's request for a worker."""
 
     libraries: str
@@ -109,11 +109,11 @@ class Request:
             os.close(stream)
 
 
-def receive(connection: socket.socket) -> Request:
+def receive(connection: socket.socket) -> WorkerRequest:
     """Raises OSError, KeyError, TypeError or ValueError if the request is incomplete or malformed."""
     _, output, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as content:
-        return Request(**json.loads(content.read()), output=output)
+        return WorkerRequest(**json.loads(content.read()), output=output)
 
 
 def listen(address: str) -> socket.socket:
@@ -136,11 +136,11 @@ def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
                 return listener.accept()[0]
 
 
-def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> Request:
+def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> WorkerRequest:
     """Fork on request; returns only in the forked workers, each with its request.
 
     Args:
-        path: the steps of `Request.path` that this server has imported.
+        path: the steps of `WorkerRequest.path` that this server has imported.
     """
     # Garbage collections would write to memory shared with the forks. No process waits for ended workers.
     gc.freeze()
@@ -187,7 +187,7 @@ def import_plug(name: str) -> None:
     del sys.modules["ray"]
 
 
-def _import(request: Request, step: int) -> None:
+def _import(request: WorkerRequest, step: int) -> None:
     """Import what comes at this step of the request's path."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if step < RAY_STEP:
@@ -202,7 +202,7 @@ def _import(request: Request, step: int) -> None:
         importlib.import_module(module)
 
 
-def become_worker(request: Request) -> None:
+def become_worker(request: WorkerRequest) -> None:
     """Run Ray's worker in this process, as if Ray had started it."""
     for name in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)

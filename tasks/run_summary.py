@@ -20,6 +20,7 @@ from xray_runtime.kernel.evidence.statement import read_statement
 from xray_runtime.kernel.evidence.view import RunEnded
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation
+from xray_runtime.kernel.graph.kind import Note
 from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.history.evidence import evidence, read_logged
 from xray_runtime.kernel.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
@@ -81,6 +82,7 @@ class RunSummary:
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
         """Add the `number`th stage of the graph."""
+        findings = self._findings(result)
         self._stages[number] = {
             "name": result.name,
             "kind": result.kind,
@@ -95,7 +97,8 @@ class RunSummary:
             "computed_at": _finished(result.checkpoint.path),
             "attempts": result.attempts,
             "cached": result.cached,
-            "findings": self._findings(result),
+            "findings": findings,
+            "notes": [finding for finding in findings if isinstance(finding, Note)],
         }
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
         kind = find_kind(result.kind)

@@ -50,6 +50,7 @@ _WHERE = {
     "xray_runtime.kernel.graph.handles": ("Handle", "reward"),
     "xray_runtime.kernel.graph.kind": ("Recorder", "StageKind", "stage_kind"),
     "xray_runtime.engines.roles": ("ModelRole", "frozen", "sampled", "trained"),
+    "xray_runtime.methods.ppo.curriculum": ("PromptStatistics",),
     "xray_runtime.methods.ppo.published": ("Method",),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}

@@ -12,7 +12,7 @@ from xray_runtime.ops.planner.cost import GPUS, iteration_seconds, score_seconds
 from xray_runtime.ops.planner.disk import SNAPSHOT_BYTES
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.model_states import HALF_BYTES
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 Call = Literal["train", "score", "generate", "export", "load", "snapshot"]
 [H100] = [gpu for gpu in GPUS if gpu.name == "H100"]
@@ -54,7 +54,7 @@ class Estimate:
         shape = from_parameter_count(self.num_parameters)
         return Workload(
             roles=tuple(
-                Role(name=name, shape=shape, use=use, weight_bytes=HALF_BYTES, scores_tokens=name != "reward")
+                PlannedRole(name=name, shape=shape, use=use, weight_bytes=HALF_BYTES, scores_tokens=name != "reward")
                 for name, use in USES.items()
             ),
             sequence_tokens=self.prompt_tokens + self.reply_tokens,

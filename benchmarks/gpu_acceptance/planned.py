@@ -16,7 +16,7 @@ from xray_runtime.ops.planner.cost import generate_seconds, update_seconds
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.search import search
-from xray_runtime.ops.planner.workload import Role, Workload, training_options
+from xray_runtime.ops.planner.workload import PlannedRole, Workload, training_options
 
 HALF_BYTES = 2
 """Bytes of a weight that vLLM holds on a GPU."""
@@ -31,17 +31,17 @@ def machine(setting: Setting, num_gpus: int = 1) -> Machine:
     return Machine(num_devices=num_gpus, memory_bytes=memory)
 
 
-def trained_role(setting: Setting, spec: ModelSpec) -> Role:
+def trained_role(setting: Setting, spec: ModelSpec) -> PlannedRole:
     assert spec.training is not None
     width, options = training_options(spec.training.lora, spec.training.engine, setting.device)
-    return Role(name="policy", shape=shape_of(setting), use="trained", weight_bytes=width, options=options)
+    return PlannedRole(name="policy", shape=shape_of(setting), use="trained", weight_bytes=width, options=options)
 
 
-def sampled_role(setting: Setting) -> Role:
-    return Role(name="generator", shape=shape_of(setting), use="sampled", weight_bytes=HALF_BYTES)
+def sampled_role(setting: Setting) -> PlannedRole:
+    return PlannedRole(name="generator", shape=shape_of(setting), use="sampled", weight_bytes=HALF_BYTES)
 
 
-def workload(setting: Setting, *roles: Role, micro_batch_tokens: int) -> Workload:
+def workload(setting: Setting, *roles: PlannedRole, micro_batch_tokens: int) -> Workload:
     """The batch of the setting, rolled out and learned from once; the choices of the layout are the caller's."""
     lengths = setting.rows.input_ids.lengths
     return Workload(

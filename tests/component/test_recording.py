@@ -18,7 +18,7 @@ from xray_runtime.kernel.history.recorded import RecordedReader
 from xray_runtime.live.serving.recorder import start_recorder
 from xray_runtime.live.serving.recording import ANSWER_HEADER
 from xray_runtime.live.serving.replica import ServedModel
-from xray_runtime.live.serving.server import Server
+from xray_runtime.live.serving.server import ModelServer
 
 HOW = {"role": "user", "content": "how are you"}
 
@@ -34,7 +34,7 @@ def post(url: str, body: dict[str, Any], **headers: str) -> tuple[str | None, st
 @pytest.mark.long
 def test_answers_are_recorded_even_if_the_recorder_is_killed(cluster: None, model: ServedModel, tmp_path: Path) -> None:
     recorder, port = start_recorder(settings(tmp_path)), free_port()
-    server, address = Server("127.0.0.1", port, 1, model.logs, recorder), f"http://127.0.0.1:{port}/v1"
+    server, address = ModelServer("127.0.0.1", port, 1, model.logs, recorder), f"http://127.0.0.1:{port}/v1"
     asked = {"messages": [HOW], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     try:
         server.deploy(model)

@@ -39,7 +39,7 @@ from xray_runtime.live.serving import NotServedError
 from xray_runtime.live.serving.canary_metrics import CanaryState
 from xray_runtime.live.serving.middleware import SHA256_HEADER
 from xray_runtime.live.serving.replica import ServedModel
-from xray_runtime.live.serving.server import Server
+from xray_runtime.live.serving.server import ModelServer
 from xray_runtime.models.causal_lm import load_tokenizer
 
 PROMPT = [5, 17, 100, 42, 7]
@@ -61,10 +61,10 @@ def calling(model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Ser
 
 
 @contextlib.contextmanager
-def serving(model: ServedModel) -> Iterator[tuple[Server, str]]:
+def serving(model: ServedModel) -> Iterator[tuple[ModelServer, str]]:
     """A server with one replica, and its address."""
     port = free_port()
-    server = Server("127.0.0.1", port, 1, model.logs)
+    server = ModelServer("127.0.0.1", port, 1, model.logs)
     try:
         server.deploy(model)
         yield server, f"http://127.0.0.1:{port}/v1/completions"
@@ -249,7 +249,7 @@ def test_tool_calls_are_returned_whole_and_streamed(cluster: None, calling: Serv
     flat = [{"type": "function", **tool["function"]} for tool in tools]
     arguments = CALL["function"]["arguments"]
     port = free_port()
-    server, address = Server("127.0.0.1", port, 1, calling.logs), f"http://127.0.0.1:{port}/v1/completions"
+    server, address = ModelServer("127.0.0.1", port, 1, calling.logs), f"http://127.0.0.1:{port}/v1/completions"
     try:
         server.deploy(calling)
         whole = chat(address, [asked], tools=tools, max_tokens=60, temperature=0)["choices"][0]
@@ -321,7 +321,7 @@ def test_users_are_answered_while_a_candidate_begins_dies_and_is_taken_away(
     # Clients do not know of the candidate: it answers to the champion's names.
     champion, candidate = dataclasses.replace(model, tensor_parallel=1), dataclasses.replace(calling, names=model.names)
     port = free_port()
-    server, address = Server("127.0.0.1", port, 1, champion.logs), f"http://127.0.0.1:{port}/v1/completions"
+    server, address = ModelServer("127.0.0.1", port, 1, champion.logs), f"http://127.0.0.1:{port}/v1/completions"
     answers: dict[str, list[str]] = {f"user {n}": [] for n in range(24)}
     people, ended = list(answers), threading.Event()
 

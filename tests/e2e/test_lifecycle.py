@@ -14,7 +14,7 @@ from tests.e2e.conftest import Outcome, edges, run_tiny, to_compute, xray
 from tests.e2e.exposure import Exposure
 from tests.e2e.serving import Load, changed, serving, wait_for
 from tests.unit.trust.commands import xray as in_process
-from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.data.ledger import LedgerShard, read_shard, shard_path
 from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.methods.evaluate.config import PromotionConfig
@@ -151,7 +151,7 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
     column = shard.table.schema.get_field_index("reply_ids")
     field = shard.table.schema.field("reply_ids")
     changed = shard.table.set_column(column, field, pa.array(replies, field.type))
-    Shard(shard.iteration, shard.policy, changed).write(ledger)
+    LedgerShard(shard.iteration, shard.policy, changed).write(ledger)
     try:
         broken = in_process("audit", "ppo-2", "--output", output)
         assert broken.exit_code == 1

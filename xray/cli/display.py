@@ -167,24 +167,30 @@ def failure_lines(error: BaseException, output: Path) -> list[str]:
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
-    """Print stages, main results, and paths of reports."""
-    rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in content["stages"]]
-    print_table(console, ("stage", "checkpoint", "computed in"), rows)
-    e, registered = content["evaluation"], content["registered"]
-    findings = [(f"{stage['name']}: ", finding) for stage in content["stages"] for finding in stage["findings"]]
-    console.print()
-    for head, finding in [*findings, *([("", "")] if findings else [])]:
-        print_indented(console, head, finding)
-    lines = [f"{title:{TITLE}}{text}" for title, text in evaluation_rows(e)] + [""] if e is not None else []
+    """Print the main results, what may be wrong, paths of reports, stages, and what was left out."""
+    stages, e, registered = content["stages"], content["evaluation"], content["registered"]
+    lines = [f"{title:{TITLE}}{text}" for title, text in evaluation_rows(e)] if e is not None else []
+    found = [(s["name"], text, text in s.get("notes", ())) for s in stages for text in s["findings"]]
+    alerts, notes = ([(name, text) for name, text, is_note in found if is_note == wanted] for wanted in (False, True))
+    lines += [f"{'look at':{TITLE}}{name}: {text}" for name, text in alerts]
+    lines += [""] if lines else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
+        f"pages       xray studio --output {output}",
         *mlflow_page_lines(content["mlflow_page"], output),
+        "",
     ]
     for line in lines:
         print_indented(console, line[:TITLE], line[TITLE:])
+    rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in stages]
+    print_table(console, ("stage", "checkpoint", "computed in"), rows)
+    if notes:
+        console.print()
+    for name, text in notes:
+        print_indented(console, f"{name}: ", text)
 
 
 def mlflow_page_lines(page: str, output: Path) -> list[str]:

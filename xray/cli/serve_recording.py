@@ -25,7 +25,7 @@ MIN_KEY = 16
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordingOptions:
     """Checked options."""
 
     config: RecordingConfig
@@ -34,7 +34,7 @@ class Recording:
     redaction: dict[str, str]
 
 
-def recording_options(record: bool, fields: Sequence[str], inference_key: str | None) -> Recording | None:
+def recording_options(record: bool, fields: Sequence[str], inference_key: str | None) -> RecordingOptions | None:
     """The options as they were given; None without --record. Raises ConfigError."""
     # Child processes inherit the environment and must not get the keys.
     keys = os.environ.pop(FEEDBACK_KEYS, "")
@@ -44,7 +44,7 @@ def recording_options(record: bool, fields: Sequence[str], inference_key: str | 
         return None
     add_working_directory()
     config = validate_as(RecordingConfig, parse_overrides(fields))
-    return Recording(config, _applications(keys, inference_key), _redaction(config))
+    return RecordingOptions(config, _applications(keys, inference_key), _redaction(config))
 
 
 def _applications(text: str, inference_key: str | None) -> dict[str, str]:
@@ -77,14 +77,16 @@ def _redaction(config: RecordingConfig) -> dict[str, str]:
         raise ConfigError(str(error)) from None
 
 
-def recording_lock(recording: Recording | None, store: LineageStore) -> contextlib.AbstractContextManager[object]:
+def recording_lock(
+    recording: RecordingOptions | None, store: LineageStore
+) -> contextlib.AbstractContextManager[object]:
     """One command records into an output directory at a time. Raises ConfigError where another one does."""
     from xray_runtime.kernel.history.recorded import recorded_lock
 
     return contextlib.nullcontext() if recording is None else recorded_lock(store.output)
 
 
-def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
+def start(recording: RecordingOptions, store: LineageStore, logs: Path) -> RecorderHandle:
     """Start the recorder after checking existing records. Raises NotServedError if they are not sound."""
     from xray_runtime.kernel.evidence.envelope import Verifier
     from xray_runtime.kernel.history.audit_check import read_log

@@ -9,12 +9,12 @@ import httpx
 
 from xray_runtime.kernel.bounded_http import PLAIN, read
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.live.feedback.recorded_review import RecordedAnswer
+from xray_runtime.live.feedback.recorded_review import ReviewedAnswer
 
 SECONDS = 15.0
 
 
-def send_feedback(address: str, key: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]) -> None:
+def send_feedback(address: str, key: str, feedback: Sequence[tuple[ReviewedAnswer, str, dict[str, Any]]]) -> None:
     """`keep_feedback` through the feedback API. Raises ConfigError if any of it is refused."""
     headers = {"authorization": f"Bearer {key}"} | PLAIN
     for answer, judge, signals in feedback:

@@ -19,7 +19,7 @@ from xray_runtime.data.published_pictures import as_html
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
-from xray_runtime.kernel.report.rendering import template
+from xray_runtime.kernel.report.rendering import TEMPLATES, template
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
 from xray_runtime.trust.audit.checkpoints import Audit, audit
 
@@ -121,9 +121,9 @@ class Studio:
 
     @cached_property
     def templates(self) -> tuple[Path, ...]:
-        """Folders with templates: ours, then those of pages from other packages."""
+        """Folders with templates: ours, those of pages from other packages, then those that the report has."""
         packages = dict.fromkeys(["xray.studio", *(pages.templates for pages in self.pages)])
-        return tuple(Path(str(files(package))) / "templates" for package in packages)
+        return (*(Path(str(files(package))) / "templates" for package in packages), TEMPLATES)
 
 
 def studio_of(request: Request) -> Studio:

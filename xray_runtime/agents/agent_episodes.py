@@ -39,7 +39,7 @@ from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, cal
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
-from xray_runtime.agents.segments import Call
+from xray_runtime.agents.segments import PolicyCall
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
@@ -76,7 +76,7 @@ class AgentEpisodes:
         leaves_out = config.untrainable == "leave_out"
         self._limits = EpisodeLimits(config.max_calls, config.max_sampled_tokens, context, leaves_out)
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
-        self._known: dict[str, dict[str, Call]] = {}
+        self._known: dict[str, dict[str, PolicyCall]] = {}
         """Episode in a rollout → calls of an earlier attempt."""
         for entry in self._journal.entries(AGENT):
             if "call" in entry:
@@ -231,7 +231,7 @@ class AgentEpisodes:
         counts[why] += 1
 
     def _run(
-        self, planned: Planned, name: str, known: Mapping[str, Call], version: int | None, step: int
+        self, planned: Planned, name: str, known: Mapping[str, PolicyCall], version: int | None, step: int
     ) -> tuple[AgentEpisode, Outcome]:
         changed = threading.Event()
         policy = Policy(
@@ -260,7 +260,7 @@ class AgentEpisodes:
             raise RuntimeError(f"{self._stage.name}: the stage ended before {name}")
         return episode, outcome
 
-    def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
+    def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[PolicyCall]) -> None:
         episode = f"{planned.rollout}/{name}"
         keyed = [(planned.key(name, call.key), asdict(call)) for call in calls]
         entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]

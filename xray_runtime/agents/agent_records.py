@@ -22,12 +22,12 @@ import numpy as np
 from xray_runtime.agents.episode import AgentEpisode, call_from_json
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.request import before_stop, read_calls as found_calls
-from xray_runtime.agents.segments import Call, call_id, rows
+from xray_runtime.agents.segments import PolicyCall, call_id, rows
 from xray_runtime.data.agent_conversations import in_order
 from xray_runtime.data.batch import Rollout
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branches
+from xray_runtime.methods.common.sampling.agent_rows import BranchRow, encoded_branches
 from xray_runtime.methods.common.sampling.episode import shortened
 
 Record = dict[str, Any]
@@ -63,7 +63,7 @@ class Played:
     """An episode that has ended."""
 
     record: Record
-    calls: list[Call]
+    calls: list[PolicyCall]
     """With log-probabilities."""
     ran_again: int = 0
     """How often infrastructure failed, so that the agent ran again."""
@@ -94,7 +94,7 @@ def record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
     }
 
 
-def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def written_calls(calls: Sequence[PolicyCall]) -> list[dict[str, Any]]:
     """Calls as JSON, in an order that does not depend on time."""
     by_key = {call.key: call for call in calls}
     written = []
@@ -105,11 +105,11 @@ def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     return written
 
 
-def read_calls(record: Mapping[str, Any]) -> dict[str, Call]:
+def read_calls(record: Mapping[str, Any]) -> dict[str, PolicyCall]:
     """The calls of a record by key; without log-probabilities."""
-    written, found = {call["key"]: call for call in record["calls"]}, dict[str, Call]()
+    written, found = {call["key"]: call for call in record["calls"]}, dict[str, PolicyCall]()
 
-    def read(key: str) -> Call:
+    def read(key: str) -> PolicyCall:
         if key not in found:
             given = written[key]
             before = read(given["parent"]).tokens if given["parent"] is not None else []
@@ -198,10 +198,10 @@ def agent_metrics(episodes: Rollout) -> dict[str, float]:
     return {f"rollout/agent/{name}": count for name, count in totals.items()}
 
 
-def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[Row]:
+def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[BranchRow]:
     found = rows(episode.calls, frozenset(episode.record["trained"]))
     # A row must have a token; nothing learns from a row without a reward.
-    return found or [Row(list(prompt), [end_of_turn], [0.0], [True])]
+    return found or [BranchRow(list(prompt), [end_of_turn], [0.0], [True])]
 
 
 def _on_last(mask: list[bool], reward: float) -> list[float]:

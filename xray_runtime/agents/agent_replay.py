@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.agents.agent_records import EpisodeKey, Played, Record, journal_entry, journal_key, read_calls
-from xray_runtime.agents.segments import Call
+from xray_runtime.agents.segments import PolicyCall
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
@@ -36,7 +36,7 @@ class ReplayedEpisodes:
 
     def sample_again(self, version: int, places: Iterable[EpisodeKey] | None = None) -> None:
         """Sample the calls of a version, which the generator holds; None: of all episodes."""
-        samplings: dict[Sampling, list[tuple[EpisodeKey, Call]]] = {}
+        samplings: dict[Sampling, list[tuple[EpisodeKey, PolicyCall]]] = {}
         for place in self._calls if places is None else places:
             for call in self._calls.get(place, {}).values():
                 if call.is_trained and call.version == version:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xray_runtime.agents.request import MAX_CHOICES, Reader, Reply, Request
+from xray_runtime.agents.request import MAX_CHOICES, AgentReply, Request, RequestReader
 
 Event = tuple[str | None, dict[str, Any] | str]
 """Name and data of a server-sent event."""
@@ -14,7 +14,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 
 def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = Reader(body, temperature)
+    reader = RequestReader(body, temperature)
     limits = reader.count("max_tokens"), reader.count("max_completion_tokens")
     return reader.checked(
         Request(
@@ -28,7 +28,7 @@ def read(body: Any, temperature: float) -> Request:
     )
 
 
-def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """The body of an answer."""
     choices = [
         {"index": number, "message": _message(reply), "finish_reason": reply.finish, "logprobs": None}
@@ -53,13 +53,13 @@ def events(whole: dict[str, Any]) -> Iterator[Event]:
     yield None, "[DONE]"
 
 
-def usage(replies: Sequence[Reply]) -> dict[str, int]:
+def usage(replies: Sequence[AgentReply]) -> dict[str, int]:
     """Numbers of tokens."""
     prompt, sampled = replies[0].num_prompt, sum(reply.num_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _message(reply: Reply) -> dict[str, Any]:
+def _message(reply: AgentReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning

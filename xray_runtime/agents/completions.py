@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event, usage
-from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request
+from xray_runtime.agents.request import MAX_CHOICES, AgentReply, RefusedError, Request, RequestReader
 from xray_runtime.kernel.errors import shown
 
 
 def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = Reader(body, temperature)
+    reader = RequestReader(body, temperature)
     prompt = reader.get("prompt", (str, list), "")
     is_ids = isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
@@ -28,7 +28,7 @@ def read(body: Any, temperature: float) -> Request:
     )
 
 
-def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """The body of an answer."""
     choices = [
         {"index": number, "text": reply.text, "finish_reason": reply.finish, "logprobs": None}

@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xray_runtime.agents.posted import Posted
-from xray_runtime.agents.request import OVER, RefusedError, Reply, Request, before_stop, read_calls
+from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request, before_stop, read_calls
 from xray_runtime.agents.sampler import BatchSampler
-from xray_runtime.agents.segments import Call, CallPosition, Tree
+from xray_runtime.agents.segments import CallPosition, PolicyCall, Tree
 from xray_runtime.agents.threads import in_thread
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
@@ -55,7 +55,7 @@ class Policy:
     """None: the version that the generator holds when a call's turn comes."""
     seed_of: Callable[[str], int]
     """A call's key → its seed."""
-    keep: Callable[[Iterable[Call]], None]
+    keep: Callable[[Iterable[PolicyCall]], None]
     """Journals calls before they are answered; called in a thread."""
 
 
@@ -73,7 +73,7 @@ class AgentEpisode:
         name: str,
         policy: Policy,
         limits: EpisodeLimits,
-        known: Mapping[str, Call],
+        known: Mapping[str, PolicyCall],
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.secret = name, f"xray-{secrets.token_urlsafe(24)}"
@@ -83,9 +83,9 @@ class AgentEpisode:
         self._num_sampled = 0
         self._begun: dict[str, int] = {}
         """Digest of place and options → number of calls there."""
-        self._by_body: dict[str, asyncio.Future[list[Reply]]] = {}
+        self._by_body: dict[str, asyncio.Future[list[AgentReply]]] = {}
         """Digest of a body → the answer of the last such request."""
-        self._keys: dict[asyncio.Future[list[Reply]], list[str]] = {}
+        self._keys: dict[asyncio.Future[list[AgentReply]], list[str]] = {}
         self._cancelled = set[str]()
         self.counts = dict.fromkeys(COUNTS, 0)
         self.is_over = False
@@ -104,7 +104,7 @@ class AgentEpisode:
     def count(self, name: str) -> None:
         self.counts[name] += 1
 
-    def call(self, path: str, body: bytes, request: Request, repeats: bool) -> asyncio.Future[list[Reply]]:
+    def call(self, path: str, body: bytes, request: Request, repeats: bool) -> asyncio.Future[list[AgentReply]]:
         """Begin to answer a request; a repeated one gets the answer of the first.
 
         Args:
@@ -128,7 +128,7 @@ class AgentEpisode:
         self._by_body[digest], self._keys[pending] = pending, keys
         return pending
 
-    def leave(self, pending: asyncio.Future[list[Reply]]) -> None:
+    def leave(self, pending: asyncio.Future[list[AgentReply]]) -> None:
         """The client of a call went away before its answer; it is trained on only if another call continues it."""
         self.count("cancelled")
         self._cancelled |= set(self._keys[pending])
@@ -171,7 +171,7 @@ class AgentEpisode:
                     pending.cancel()
             self._ended()
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[PolicyCall]:
         return list(self._tree.calls.values())
 
     def trained(self) -> frozenset[str]:
@@ -257,7 +257,7 @@ class AgentEpisode:
         self._begun[first] = begun + request.n
         return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
 
-    async def _answer(self, request: Request, options: dict[str, Any], keys: list[str]) -> list[Reply]:
+    async def _answer(self, request: Request, options: dict[str, Any], keys: list[str]) -> list[AgentReply]:
         sampling = replace(self._policy.sampling, **options)
         # One after another: calls have places in the order in which they arrived.
         async with self._placing:
@@ -283,15 +283,15 @@ class AgentEpisode:
 
     async def _sampled(
         self, key: str, place: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
-    ) -> Call:
+    ) -> PolicyCall:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
         found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
         parent = place.parent.key if place.parent else None
-        return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
+        return PolicyCall(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
 
-    def _reply(self, call: Call, request: Request) -> Reply:
+    def _reply(self, call: PolicyCall, request: Request) -> AgentReply:
         is_chat = request.prompt is None
         text = self._policy.chat_format.texts([call.ids])[0] if is_chat else self._policy.decode(call.ids)
         text = before_stop(text, request.stop)
@@ -299,11 +299,11 @@ class AgentEpisode:
         rest, found = read_calls(text) if request.tools and request.calls_tools else (text, [])
         named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(found)]
         finish = "tool_calls" if named else "stop" if call.ended else "length"
-        return Reply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids), reasoning)
+        return AgentReply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids), reasoning)
 
 
-def call_from_json(given: Mapping[str, Any]) -> Call:
+def call_from_json(given: Mapping[str, Any]) -> PolicyCall:
     """The call of a line of the journal, which has its fields."""
     # JSON has no tuples.
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in given["options"].items()}
-    return Call(**{each.name: given[each.name] for each in fields(Call)} | {"options": options})
+    return PolicyCall(**{each.name: given[each.name] for each in fields(PolicyCall)} | {"options": options})

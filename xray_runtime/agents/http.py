@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from xray_runtime.agents import chat, completions, messages, responses
 from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.posted import read_posted
-from xray_runtime.agents.request import OVER, RefusedError, Reply, Request
+from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request
 from xray_runtime.agents.sampler import GeneratorFailedError
 from xray_runtime.agents.spans import Spans, note_replies, note_request
 from xray_runtime.agents.threads import in_thread
@@ -42,7 +42,7 @@ class Dialect(Protocol):
 
     def read(self, body: Any, temperature: float) -> Request: ...
 
-    def answer(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+    def answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
 
     def events(self, whole: dict[str, Any]) -> Iterator[chat.Event]: ...
 
@@ -126,7 +126,7 @@ class AgentApp:
 
     async def _spanned(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive, path: str
-    ) -> tuple[list[Reply] | None, bool]:
+    ) -> tuple[list[AgentReply] | None, bool]:
         if self._spans is None:
             return await self._call(episode, dialect, body, scope, receive)
         with self._spans.call(episode.name, path) as span:
@@ -139,7 +139,7 @@ class AgentApp:
 
     async def _call(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive
-    ) -> tuple[list[Reply] | None, bool]:
+    ) -> tuple[list[AgentReply] | None, bool]:
         """(replies, whether to stream them); no replies if the client went away."""
         try:
             # In a thread: others are answered meanwhile.
@@ -155,8 +155,8 @@ class AgentApp:
             raise refusal from error
 
     async def _awaited(
-        self, episode: AgentEpisode, pending: asyncio.Future[list[Reply]], receive: Receive
-    ) -> list[Reply] | None:
+        self, episode: AgentEpisode, pending: asyncio.Future[list[AgentReply]], receive: Receive
+    ) -> list[AgentReply] | None:
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((pending, gone), return_when=asyncio.FIRST_COMPLETED)

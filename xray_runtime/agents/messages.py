@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
+from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, text_of
 from xray_runtime.kernel.errors import shown
 
 FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -17,7 +17,7 @@ UNREAD = ("thinking", "redacted_thinking")
 
 def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = Reader(body, temperature)
+    reader = RequestReader(body, temperature)
     system = reader.get("system", (str, list))
     first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []
     messages = [part for message in reader.get("messages", list, []) for part in _messages(message)]
@@ -61,7 +61,7 @@ def _messages(message: Any) -> Iterator[dict[str, Any]]:
         yield found | ({"tool_calls": calls} if calls else {})
 
 
-def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """The body of an answer."""
     [reply] = replies
     blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []

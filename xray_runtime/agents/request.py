@@ -80,7 +80,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class AgentReply:
     """A sampled reply as an agent sees it."""
 
     text: str
@@ -104,7 +104,7 @@ class Reply:
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
 
-class Reader:
+class RequestReader:
     """Reads the fields of a request's body.
 
     Args:

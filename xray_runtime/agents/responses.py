@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
+from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, text_of
 from xray_runtime.kernel.errors import shown
 
 TEXTS = ("input_text", "output_text", "text")
@@ -15,7 +15,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = Reader(body, temperature)
+    reader = RequestReader(body, temperature)
     given = reader.get("input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
@@ -60,7 +60,7 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:
     """The body of an answer."""
     [reply] = replies
     output: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from typing import Any
 from xray_runtime.agents.request import Request
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.pairs import Messages
-from xray_runtime.methods.common.sampling.agent_rows import Row
+from xray_runtime.methods.common.sampling.agent_rows import BranchRow
 
 VOLATILE = re.compile(
     r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?\b|\b\d\d:\d\d:\d\d(?:\.\d+)?\b"
@@ -38,7 +38,7 @@ VOLATILE = re.compile(
 
 
 @dataclass(frozen=True)
-class Call:
+class PolicyCall:
     """One sampled reply."""
 
     key: str
@@ -68,12 +68,12 @@ class Call:
 class CallPosition:
     """Where a call belongs in the tree."""
 
-    parent: Call | None
+    parent: PolicyCall | None
     prompt: list[int]
     new: list[str]
     """Canonical messages after the parent's history."""
     messages: Messages
-    """The same as `Call.messages`."""
+    """The same as `PolicyCall.messages`."""
 
     def key(self, episode: str, request: Request, occurrence: int) -> str:
         """A digest of the place: the same for the same call in a repeated run, whatever runs beside it."""
@@ -88,14 +88,14 @@ class Tree:
 
     def __init__(self, chat_format: ChatFormat) -> None:
         self._format = chat_format
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, PolicyCall] = {}
         """Key → call."""
-        self._by_history: dict[str, list[Call]] = {}
+        self._by_history: dict[str, list[PolicyCall]] = {}
         """Digest of a history with its answer → calls with equal ones."""
-        self._completions: list[tuple[str, Call]] = []
+        self._completions: list[tuple[str, PolicyCall]] = []
         """(prompt and reply as text, call) of completions."""
 
-    def add(self, call: Call, request: Request, answer: dict[str, Any] | str) -> None:
+    def add(self, call: PolicyCall, request: Request, answer: dict[str, Any] | str) -> None:
         """Add a call with what its agent receives: a message, or the text of a completion."""
         self.calls[call.key] = call
         if request.prompt is None:
@@ -204,23 +204,23 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def rows(calls: Sequence[Call], trained: frozenset[str]) -> list[Row]:
+def rows(calls: Sequence[PolicyCall], trained: frozenset[str]) -> list[BranchRow]:
     """The calls as rows in which each call of `trained` is in the loss once.
 
     The result does not depend on the order of `calls`.
     """
     by_key = {call.key: call for call in calls}
-    children: dict[str | None, list[Call]] = {}
+    children: dict[str | None, list[PolicyCall]] = {}
     # A call that leads to no trained call is in no row.
     wanted = {ancestor.key for key in trained for ancestor in _ancestors(by_key, key)}
     for call in sorted(calls, key=lambda call: call.key):
         if call.key in wanted:
             children.setdefault(call.parent, []).append(call)
-    found: list[Row] = []
+    found: list[BranchRow] = []
     beginnings = [(call, call.prompt) for call in reversed(children.get(None, []))]
     while beginnings:
         call, prompt = beginnings.pop()
-        row, branches = Row(prompt, [], [], []), []
+        row, branches = BranchRow(prompt, [], [], []), []
         while True:
             _append(row, call.prompt[len(row.prompt) + len(row.ids) :], None, False)
             _append(row, call.ids, call.logprobs, call.key in trained)
@@ -234,13 +234,13 @@ def rows(calls: Sequence[Call], trained: frozenset[str]) -> list[Row]:
     return found
 
 
-def _ancestors(by_key: dict[str, Call], key: str | None) -> Iterator[Call]:
+def _ancestors(by_key: dict[str, PolicyCall], key: str | None) -> Iterator[PolicyCall]:
     while key is not None:
         yield by_key[key]
         key = by_key[key].parent
 
 
-def _append(row: Row, ids: list[int], logprobs: list[float] | None, is_sampled: bool) -> None:
+def _append(row: BranchRow, ids: list[int], logprobs: list[float] | None, is_sampled: bool) -> None:
     row.ids.extend(ids)
     row.logprobs.extend(logprobs if logprobs is not None and is_sampled else [0.0] * len(ids))
     row.sampled.extend([is_sampled] * len(ids))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.request import Reply
+from xray_runtime.agents.request import AgentReply
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -78,7 +78,7 @@ def note_request(span: Span, given: Any) -> None:
             span.set_attribute(attribute, given[name])
 
 
-def note_replies(span: Span, replies: Sequence[Reply]) -> None:
+def note_replies(span: Span, replies: Sequence[AgentReply]) -> None:
     """Add what was answered."""
     span.set_attribute("gen_ai.response.model", "policy")
     span.set_attribute("gen_ai.response.id", replies[0].id)

@@ -16,7 +16,7 @@ from xray_runtime.cluster.handles import ModelProxy
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.pictures import with_pictures
-from xray_runtime.cluster.pool.acquisition import Acquisition, Request
+from xray_runtime.cluster.pool.acquisition import AcquireRequest, Acquisition
 from xray_runtime.cluster.pool.demand import demand
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import note_placement, same_node
@@ -97,7 +97,9 @@ def _open(
         return
     models = {role: _proxy() for role in specs}
     requests = {
-        role: Request(demand(role, spec.layout, runtime, where), WORKHORSES[type(spec)], models[role], spec.libraries)
+        role: AcquireRequest(
+            demand(role, spec.layout, runtime, where), WORKHORSES[type(spec)], models[role], spec.libraries
+        )
         for role, spec in specs.items()
     }
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)
@@ -133,7 +135,9 @@ def _open(
         _idle_proxies.extend(kept)
 
 
-def _handle(model: WholeModelHandle, role: str, spec: ModelSpec | GeneratorSpec, request: Request) -> ModelHandle:
+def _handle(
+    model: WholeModelHandle, role: str, spec: ModelSpec | GeneratorSpec, request: AcquireRequest
+) -> ModelHandle:
     return cast("ModelHandle", ModelProxy(model, role, spec.layout, request.demand.num_replicas))
 
 
@@ -167,7 +171,7 @@ def _proxy() -> WholeModelHandle:
     return model
 
 
-def _unload(models: Mapping[str, WholeModelHandle], requests: Mapping[str, Request]) -> list[WholeModelHandle]:
+def _unload(models: Mapping[str, WholeModelHandle], requests: Mapping[str, AcquireRequest]) -> list[WholeModelHandle]:
     """Unload the models; returns those that did so in time."""
     calls = {role: model.unload.remote(not requests[role].demand.grouped()) for role, model in models.items()}
     done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=UNLOAD_SECONDS * load())[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from xray_runtime.cluster.pool.named import NamedActor
-from xray_runtime.cluster.protocols import Method
+from xray_runtime.cluster.protocols import RemoteMethod
 
 Progress = tuple[int, int, str, str, int]
 """(done, total, unit, note, parts of work that its models have done since)."""
@@ -42,11 +42,11 @@ class ProgressActor:
 
 
 class ProgressHandle(Protocol):
-    ping: Method[[], None]
-    report: Method[[str, int, int, str, str], bool]
-    alive: Method[[str, int], None]
-    read: Method[[], dict[str, Progress]]
-    stop: Method[[], None]
+    ping: RemoteMethod[[], None]
+    report: RemoteMethod[[str, int, int, str, str], bool]
+    alive: RemoteMethod[[str, int], None]
+    read: RemoteMethod[[], dict[str, Progress]]
+    stop: RemoteMethod[[], None]
 
 
 _ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, "xray-progress-")

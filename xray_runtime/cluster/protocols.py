@@ -88,7 +88,7 @@ class Scattered(Generic[B]):
         return cast("B", self.shards[number])
 
 
-class Method(Protocol[P, T_co]):
+class RemoteMethod(Protocol[P, T_co]):
     """A method of an actor. `remote` returns at once; the actor runs its calls one after the other."""
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ref[T_co]: ...
@@ -97,7 +97,7 @@ class Method(Protocol[P, T_co]):
 class Pingable(Protocol):
     """An actor whose death can be detected."""
 
-    ping: Method[[], None]
+    ping: RemoteMethod[[], None]
 
 
 class ExportWeights(Protocol):
@@ -117,92 +117,92 @@ class Sleep(Protocol):
 class _WithoutRows(Protocol):
     """The calls that take no rows."""
 
-    load_weights: Method[[WeightUpdate], int]
-    load_checkpoint: Method[[Path, int], None]
+    load_weights: RemoteMethod[[WeightUpdate], int]
+    load_checkpoint: RemoteMethod[[Path, int], None]
     save: Save
-    save_state: Method[[Path], None]
-    check_state: Method[[Path], str | None]
-    load_state: Method[[Path], None]
+    save_state: RemoteMethod[[Path], None]
+    check_state: RemoteMethod[[Path], str | None]
+    load_state: RemoteMethod[[Path], None]
     sleep: Sleep
-    wake_up: Method[[], None]
+    wake_up: RemoteMethod[[], None]
 
 
 class ModelHandle(_WithoutRows, Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
-    score: Method[[TextBatch], Scores]
-    reference: Method[[TextBatch], Scores]
-    train: Method[[TextBatch, StepTotals, float], dict[str, float]]
-    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
-    follow: Method[[ModelHandle, int], str | None]
+    score: RemoteMethod[[TextBatch], Scores]
+    reference: RemoteMethod[[TextBatch], Scores]
+    train: RemoteMethod[[TextBatch, StepTotals, float], dict[str, float]]
+    generate: RemoteMethod[[PromptBatch, Sampling, int], ReplyBatch]
+    follow: RemoteMethod[[ModelHandle, int], str | None]
 
 
 class WholeModelHandle(_WithoutRows, Protocol):
     """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
 
-    score: Method[[Scattered[TextBatch]], Scores]
-    reference: Method[[Scattered[TextBatch]], Scores]
-    train: Method[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
-    generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
-    follow: Method[[WholeModelHandle, int], str | None]
-    ping: Method[[], None]
-    build: Method[
+    score: RemoteMethod[[Scattered[TextBatch]], Scores]
+    reference: RemoteMethod[[Scattered[TextBatch]], Scores]
+    train: RemoteMethod[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
+    generate: RemoteMethod[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
+    follow: RemoteMethod[[WholeModelHandle, int], str | None]
+    ping: RemoteMethod[[], None]
+    build: RemoteMethod[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]
     ]
-    unload: Method[[bool], None]
-    where: Method[[], list[Device]]
+    unload: RemoteMethod[[bool], None]
+    where: RemoteMethod[[], list[Device]]
     export_weights: ExportWeights
-    whole_weight_names: Method[[], set[str] | None]
-    send_weights: Method[[int, Route, list[WorkhorseHandle], int], None]
+    whole_weight_names: RemoteMethod[[], set[str] | None]
+    send_weights: RemoteMethod[[int, Route, list[WorkhorseHandle], int], None]
 
 
 class HeartbeatMethod(Protocol):
-    def options(self, *, concurrency_group: str) -> Method[[], Heartbeat]: ...
+    def options(self, *, concurrency_group: str) -> RemoteMethod[[], Heartbeat]: ...
 
 
 class WorkhorseHandle(Protocol):
     heartbeat: HeartbeatMethod
-    worker_info: Method[[], WorkerInfo]
-    where: Method[[], Device]
-    rendezvous: Method[[], tuple[str, int]]
-    unload: Method[[], None]
-    load_libraries: Method[[str], None]
-    build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
+    worker_info: RemoteMethod[[], WorkerInfo]
+    where: RemoteMethod[[], Device]
+    rendezvous: RemoteMethod[[], tuple[str, int]]
+    unload: RemoteMethod[[], None]
+    load_libraries: RemoteMethod[[str], None]
+    build: RemoteMethod[[ModelSpec | GeneratorSpec, RankInfo], None]
 
     # Files
-    sees: Method[[Path], bool]
-    make_directory: Method[[], Path]
-    append_chunk: Method[[Path, bytes], None]
-    sizes: Method[[Path], dict[str, int]]
-    read_chunk: Method[[Path, int], bytes]
-    remove_directory: Method[[Path], None]
-    remove_directories: Method[[], None]
+    sees: RemoteMethod[[Path], bool]
+    make_directory: RemoteMethod[[], Path]
+    append_chunk: RemoteMethod[[Path, bytes], None]
+    sizes: RemoteMethod[[Path], dict[str, int]]
+    read_chunk: RemoteMethod[[Path, int], bytes]
+    remove_directory: RemoteMethod[[Path], None]
+    remove_directories: RemoteMethod[[], None]
 
     # Learner
-    score: Method[[TextBatch], Scores]
-    reference: Method[[TextBatch], Scores]
-    train: Method[[TextBatch, StepTotals, float], dict[str, float]]
-    export_weights: Method[[int, bool, str | None, bool], WeightUpdate]
-    weight_names: Method[[], set[str]]
-    send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
-    begin_save: Method[[Path, int, int], None]
-    save: Method[[Path, str | None], dict[str, str]]
-    tried_logprobs: Method[[], Tried]
-    check_saved: Method[[Path, str | None, dict[str, str], Tried], None]
-    finish_save: Method[[Path, int, int], dict[str, str]]
-    save_state: Method[[Path], None]
-    check_state: Method[[Path, int, int], str | None]
-    load_state: Method[[Path], None]
+    score: RemoteMethod[[TextBatch], Scores]
+    reference: RemoteMethod[[TextBatch], Scores]
+    train: RemoteMethod[[TextBatch, StepTotals, float], dict[str, float]]
+    export_weights: RemoteMethod[[int, bool, str | None, bool], WeightUpdate]
+    weight_names: RemoteMethod[[], set[str]]
+    send_weights: RemoteMethod[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
+    begin_save: RemoteMethod[[Path, int, int], None]
+    save: RemoteMethod[[Path, str | None], dict[str, str]]
+    tried_logprobs: RemoteMethod[[], Tried]
+    check_saved: RemoteMethod[[Path, str | None, dict[str, str], Tried], None]
+    finish_save: RemoteMethod[[Path, int, int], dict[str, str]]
+    save_state: RemoteMethod[[Path], None]
+    check_state: RemoteMethod[[Path, int, int], str | None]
+    load_state: RemoteMethod[[Path], None]
 
     # Either
-    sleep: Method[..., None]
-    wake_up: Method[[], None]
+    sleep: RemoteMethod[..., None]
+    wake_up: RemoteMethod[[], None]
 
     # Generator
-    layers_of: Method[[set[str]], set[str]]
-    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
-    verify_weights: Method[[WeightUpdate, int, int], None]
-    load_weights: Method[[WeightUpdate, bool], int]
-    load_checkpoint: Method[[Path, int], None]
-    revert_weights: Method[[], None]
-    receive: Method[[str, dict[str, Any], int], None]
+    layers_of: RemoteMethod[[set[str]], set[str]]
+    generate: RemoteMethod[[PromptBatch, Sampling, int], ReplyBatch]
+    verify_weights: RemoteMethod[[WeightUpdate, int, int], None]
+    load_weights: RemoteMethod[[WeightUpdate, bool], int]
+    load_checkpoint: RemoteMethod[[Path, int], None]
+    revert_weights: RemoteMethod[[], None]
+    receive: RemoteMethod[[str, dict[str, Any], int], None]

@@ -164,6 +164,7 @@ class Rollout(ReplyBatch[A]):
     seed: A = _SEED
     version: A = column("[B]", "int64", _LOOP, "ppo.metrics, ppo.ledger_writer", "updates of its policy, the oldest")
     prompt: A = column("[B]", "int64", _LOOP, "sampling.scoring, ppo.ledger_writer", "index of the stage's prompt")
+    drawn: A = column("[B]", "str", _LOOP, "ppo.ledger_writer", "why a curriculum drew the prompt")
     prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "sampling.scoring", "the environment's first prompt")
     response_mask: Ragged[A] = _RESPONSE_MASK
     turn_rewards: Ragged[A] = column("[B, R]", "float32", _EPISODE, _EXPERIENCE, "of a turn, on its last token")

@@ -33,6 +33,7 @@ LEDGER = (
     listed("row", "[B]", "int32", _WRITER, _PAGES, "`id` above"),
     listed("round", "[B]", "int32", _WRITER, _PAGES, "0: the first rollout; r: round r of `resample_rounds`"),
     listed("prompt", "[B]", "int64", _WRITER, _PAGES, "first row of the training pairs with this prompt"),
+    listed("drawn", "[B]", "string", _WRITER, _PAGES, "as above; absent without a curriculum"),
     listed("version", "[B]", "int32", _WRITER, _PAGES, "as above"),
     listed("seed", "[B]", "int64", _WRITER, _PAGES, "as above"),
     listed("ended", "[B]", "bool", _WRITER, _PAGES, "as above"),

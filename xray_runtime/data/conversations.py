@@ -22,7 +22,7 @@ from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizer import Tokenizer
-from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, by_pair, in_shards, joined, stored
+from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, TokenColumn, by_pair, in_shards, joined, stored
 from xray_runtime.kernel.store.seal import Seal
 
 PROMPT, REPLY = "prompt_too_long", "reply_too_long"
@@ -88,8 +88,8 @@ class ConversationTokens:
         shards = stored(
             pairs, "conversations", tokenizer, lambda: _encoded(Pairs(pairs, Example), tokenizer, report), seal
         )
-        self._ids = [Shard(shard.column("input_ids")) for shard in shards]
-        self._spans = [Shard(shard.column("spans")) for shard in shards]
+        self._ids = [TokenColumn(shard.column("input_ids")) for shard in shards]
+        self._spans = [TokenColumn(shard.column("spans")) for shard in shards]
         counts = joined([np.diff(shard.offsets) for shard in self._spans], np.int64) // 2
         spans = joined([shard.values[shard.offsets[0] : shard.offsets[-1]] for shard in self._spans], np.int64)
         starts, lengths = spans[::2], spans[1::2] - spans[::2]

@@ -39,7 +39,7 @@ DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Shard:
+class LedgerShard:
     """The rollouts of one iteration."""
 
     iteration: int
@@ -74,7 +74,7 @@ def iterations(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def read_shard(path: Path, *, lists: bool = True) -> Shard:
+def read_shard(path: Path, *, lists: bool = True) -> LedgerShard:
     """Read a shard; with `lists`, also its columns of tokens and of numbers per token. Raises ValueError if the file is
     not a shard or is damaged."""
     if not path.is_file():  # a pipe would be waited for
@@ -87,7 +87,7 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
         table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
-        return Shard(int(about[b"iteration"]), policy, table)
+        return LedgerShard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
@@ -181,6 +181,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "advantage": advantage,
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
+            **({"drawn": row["drawn"]} if "drawn" in row else {}),
             **({} if found is None else {"calls": found[0]}),
         }
 
@@ -244,7 +245,7 @@ class Difference:
         return f"{position}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 
 
-def first_difference(recorded: Shard, recomputed: Shard) -> Difference | None:
+def first_difference(recorded: LedgerShard, recomputed: LedgerShard) -> Difference | None:
     """The first difference between two shards of one iteration, by row, then by column."""
     number, left, right = recomputed.iteration, recorded.table, recomputed.table
     if left.schema.remove_metadata() != right.schema.remove_metadata():

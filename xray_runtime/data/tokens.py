@@ -80,7 +80,7 @@ class Tokens:
         shards = stored(
             pairs, form, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report, read), seal
         )
-        self._ids = {name: [Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
+        self._ids = {name: [TokenColumn(shard.column(name)) for shard in shards] for name in REPLIES[of]}
         self._digests = [shard.column("prompt_digests") for shard in shards]
         self.prompt_lengths = joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
         """[B]"""
@@ -130,7 +130,7 @@ class Tokens:
         return rows[np.sort(np.unique(digests, return_index=True)[1])]
 
 
-class Shard:
+class TokenColumn:
     """A column of token ids in one record batch, as arrays over the map."""
 
     def __init__(self, column: pa.Array) -> None:

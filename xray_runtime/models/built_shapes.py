@@ -13,7 +13,7 @@ from typing import Any
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.models.context import positions
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.shapes import Experts, ModelShape, ceil_div
 
 LONGEST = 240
@@ -92,7 +92,7 @@ def shape_of(lm: Any) -> ModelShape:
     return replace(shape, extra_parameters=sum(p.numel() for p in lm.parameters()) - shape.num_parameters)
 
 
-def _size(config: Any, family: str, name: str) -> int:
+def _size(config: HFConfig, family: str, name: str) -> int:
     """A whole number of the config, under the name that a Llama has for it."""
     value = getattr(config, name, None)
     if not isinstance(value, int):
@@ -100,7 +100,7 @@ def _size(config: Any, family: str, name: str) -> int:
     return value
 
 
-def _intermediate(config: Any, parameters: list[Any]) -> int:
+def _intermediate(config: HFConfig, parameters: list[Any]) -> int:
     """The width of the widest MLP. Some families have one for each layer; others name it differently, and nothing in a
     layer is wider."""
     width = getattr(config, "intermediate_size", None)
@@ -127,7 +127,7 @@ def _expert_modules(layers: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _experts(layers: Any, config: Any, family: str) -> Experts | None:
+def _experts(layers: Any, config: HFConfig, family: str) -> Experts | None:
     """The experts of a mixture; None: it is none. Raises ValueError: they cannot be counted."""
     found = [*_expert_modules(layers)]
     if not found:

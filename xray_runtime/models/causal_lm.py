@@ -27,7 +27,7 @@ from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
 from xray_runtime.models.attention import attention_of
 from xray_runtime.models.context import max_positions as max_positions
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.fresh import fresh_llama as fresh_llama
 from xray_runtime.models.pictures import PROCESSOR, load_processor, picture_tokens
 from xray_runtime.models.source_checks import (
@@ -256,7 +256,7 @@ def skeleton(model: str) -> nn.Module:
     return loaded
 
 
-def without_weights(config: Any) -> Any:
+def without_weights(config: HFConfig) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
         return auto_class(config).from_config(

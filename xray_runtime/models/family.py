@@ -10,15 +10,46 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xray_runtime.kernel.plugs import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-HFConfig = Any
-"""A Hugging Face config object: each family has a class of its own."""
+
+class HFConfig(Protocol):
+    """A Hugging Face config object: each family has a class and further fields of its own."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+    def get_text_config(self, decoder: bool | None = None) -> HFConfig: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Heads(NamedTuple):
+    """The heads of attention in a layer."""
+
+    queries: int
+    keys: int
+    """Key-value heads."""
+    size: int
+    """Features of a head."""
+
+    @classmethod
+    def of(cls, config: HFConfig) -> Heads:
+        """From a config with the field names of a Llama, where those that equal a default may be left out."""
+        queries = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // queries
+        return cls(queries, getattr(config, "num_key_value_heads", None) or queries, size)
 
 
 @dataclass(frozen=True)

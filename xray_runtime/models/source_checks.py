@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from xray_runtime.data.tokenizer import Tokenizer
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import HFConfig, family_of
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -46,7 +46,7 @@ def check_no_adapter(name: str, remedy: str = MERGED) -> None:
         raise ForeignModelError(f"has {held[0]}, an adapter: {remedy}")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: HFConfig) -> None:
     """Raises ForeignModelError if a Hugging Face config is of more than one causal language model with plain
     weights."""
     kind, sections = config.model_type, sorted(getattr(type(config), "sub_configs", {}))
@@ -66,7 +66,7 @@ def check_config(config: Any) -> None:
         )
 
 
-def check_class(config: Any, lm: Any) -> None:
+def check_class(config: HFConfig, lm: Any) -> None:
     """Raises ForeignModelError if the files were saved by another class than that of `lm`, which transformers chose."""
     ours, saved = type(lm).__name__, list(getattr(config, "architectures", None) or [])
     own = str((getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") or ours).rpartition(".")[2]

@@ -55,30 +55,30 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     brackets: str
     """`{}` for a set, empty for a list, `∪` for a union, `:` for a ratio."""
     items: tuple[Answer, ...]
     name: str | None = None
 
 
-Answer = Text | Base | Value | Group
+Answer = Text | Base | Value | AnswerGroup
 
 
 def same(gold: Answer, found: Answer) -> bool:
     """Whether the answers are equal, as the module says."""
-    if isinstance(gold, Group) or isinstance(found, Group):
+    if isinstance(gold, AnswerGroup) or isinstance(found, AnswerGroup):
         return _same_groups(_as_group(gold), _as_group(found))
     if isinstance(gold, Value) and isinstance(found, Value):
         return _same_values(gold, found)
     return gold == found
 
 
-def _as_group(answer: Answer) -> Group:
-    return answer if isinstance(answer, Group) else Group("", (answer,))
+def _as_group(answer: Answer) -> AnswerGroup:
+    return answer if isinstance(answer, AnswerGroup) else AnswerGroup("", (answer,))
 
 
-def _same_groups(gold: Group, found: Group) -> bool:
+def _same_groups(gold: AnswerGroup, found: AnswerGroup) -> bool:
     if gold.name and found.name and gold.name != found.name:
         return False
     ordered = bool({gold.brackets, found.brackets} - {"", "{}", "∪"})
@@ -100,7 +100,7 @@ def _same_groups(gold: Group, found: Group) -> bool:
     return True
 
 
-def _distinct(group: Group, ordered: bool) -> list[Answer]:
+def _distinct(group: AnswerGroup, ordered: bool) -> list[Answer]:
     """The items, in a set each of them once."""
     kept: list[Answer] = []
     for item in group.items:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from xray_runtime.rewards.answer_equality import Answer, Base, Group, Text, Value, same
+from xray_runtime.rewards.answer_equality import Answer, AnswerGroup, Base, Text, Value, same
 from xray_runtime.rewards.answer_text import (
     boxed,
     check_tokens,
@@ -85,7 +85,7 @@ def right(reply: str, gold: Answer) -> bool:
 
 
 def _has_text(answer: Answer) -> bool:
-    return isinstance(answer, Text) or (isinstance(answer, Group) and any(map(_has_text, answer.items)))
+    return isinstance(answer, Text) or (isinstance(answer, AnswerGroup) and any(map(_has_text, answer.items)))
 
 
 def _says(text: str, gold: str) -> bool:
@@ -104,7 +104,9 @@ def _read(text: str, lenient: bool = False) -> Answer:
     for read in (_group, _interval, _base):
         answer = read(inner, lenient)
         if answer is not None:
-            return Group(answer.brackets, answer.items, name) if name and isinstance(answer, Group) else answer
+            return (
+                AnswerGroup(answer.brackets, answer.items, name) if name and isinstance(answer, AnswerGroup) else answer
+            )
     return _value(inner, name, lenient)
 
 
@@ -124,13 +126,13 @@ def _group(text: str, lenient: bool) -> Answer | None:
             members = tuple(_read(part, lenient) for part in parts)
             if len({isinstance(member, Text) for member in members}) > 1:
                 raise ValueError("words are among numbers")
-            return Group(kind, members)
+            return AnswerGroup(kind, members)
     signs = re.findall(r"\\(?:pm|mp)(?![A-Za-z])", text)
     if signs and len(signs) <= 3:
         choices = list(product("+-", repeat=len(signs)))
         if r"\mp" in signs:
             choices = [tuple("+-"[(sign == r"\mp") ^ flip] for sign in signs) for flip in (False, True)]
-        return Group("", tuple(_read(_filled(text, choice), lenient) for choice in choices))
+        return AnswerGroup("", tuple(_read(_filled(text, choice), lenient) for choice in choices))
     begin = next((one for one in ("(", "[", r"\{") if text.startswith(one)), None)
     if begin is None or split_top(text, re.compile(r"(?!)")) != [text] or len(text) < 2:
         return None
@@ -141,7 +143,7 @@ def _group(text: str, lenient: bool) -> Answer | None:
     if len(items) == 1 and begin != r"\{":
         return None
     brackets = "{}" if begin == r"\{" else begin + end
-    return Group(brackets, tuple(_read(item, lenient) for item in items if item))
+    return AnswerGroup(brackets, tuple(_read(item, lenient) for item in items if item))
 
 
 def _encloses(text: str) -> bool:
@@ -156,7 +158,7 @@ def _filled(text: str, signs: Sequence[str]) -> str:
     return re.sub(r"(^|[=({])\s*\+", r"\1", filled)
 
 
-def _interval(text: str, lenient: bool) -> Group | None:
+def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     """`x > 3`, `1 < x <= 2` as intervals."""
     relations = [one.replace(r"\lt", "<").replace(r"\gt", ">").replace(" ", "") for one in RELATION.findall(text)]
     parts = split_top(text, RELATION)
@@ -174,7 +176,7 @@ def _interval(text: str, lenient: bool) -> Group | None:
     begin = "[" if low and closed[0] else "("
     end = "]" if high and closed[-1] else ")"
     items = (_read(low or r"-\infty", lenient), _read(high or r"\infty", lenient))
-    return Group(begin + end, items, parts[at])
+    return AnswerGroup(begin + end, items, parts[at])
 
 
 def _base(text: str, lenient: bool) -> Base | None:

@@ -25,7 +25,7 @@ WORTH_ANOTHER_TRY = (408, 425, 429)
 """Statuses below 500 that are worth a retry; all others mean that the request is wrong."""
 
 
-class RefusedError(Exception):
+class RefusedRequestError(Exception):
     """The server refuses the request, so a retry is useless."""
 
 
@@ -48,7 +48,7 @@ def ask_all(config: RemoteConfig, path: str, requests: Sequence[Any], read: Call
                     return read(number, answer)
                 except TimeoutError:
                     error: Exception = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
-                except RefusedError as refused:
+                except RefusedRequestError as refused:
                     return failure(described(refused))
                 except httpx.HTTPError as failed:
                     error = type(failed)(f"{url}: {failed or described(failed)}")
@@ -78,5 +78,5 @@ async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
     if status >= 500 or status in WORTH_ANOTHER_TRY:
         raise AnswerError(f"status {status} {beginning(content)}")
     if not response.is_success:
-        raise RefusedError(f"{url}: status {status} {beginning(content)}")
+        raise RefusedRequestError(f"{url}: status {status} {beginning(content)}")
     return parsed(content)

@@ -17,7 +17,9 @@ import torch
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.ragged import first_alike
+from xray_runtime.kernel.config.section import sections
 from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.rewards.code.reply import IS_REFUSED
 from xray_runtime.rewards.external_rewards import ExternalRewards
 from xray_runtime.rewards.reward_models import RewardModels
@@ -58,12 +60,12 @@ class RewardSources:
         named = dict(zip(source_names(terms), terms, strict=True))
         self._field, self._stage, self._max_failed = field, stage.name, config.max_failed
         self._external = ExternalRewards(stage, field, named)
-        dataset = getattr(stage.inputs, "prompts", None) or getattr(stage.inputs, "data", None)
-        if dataset is not None:
-            self._external.check(dataset.path)
+        for dataset in vars(stage.inputs).values():
+            if isinstance(dataset, Dataset):
+                self._external.check(dataset.path)
         self._sources = list(named)
         self.weights = {source: term.weight for source, term in named.items()}
-        if field == "rewards" and getattr(config, "environment", None) is not None:
+        if field == "rewards" and any(part.gives_rewards for _, part in sections(config)):
             self.weights[ENVIRONMENT] = 1.0
         inputs = {f"{field}.{number}": model for number, model in enumerate(getattr(stage.inputs, field))}
         self._models = models = RewardModels(stage.name, named, inputs, config.frozen, tokenizer, trunk)

@@ -33,7 +33,7 @@ def _json_type(value: Any) -> str:
     return "a text" if isinstance(value, str) else type(value).__name__
 
 
-class Route(Section):
+class SourceRoute(Section):
     """The rows that a source applies to."""
 
     column: Column
@@ -63,7 +63,7 @@ class Term(Section):
 
     weight: float = 1.0
     """0: the source is logged and does not count."""
-    when: Route | None = None
+    when: SourceRoute | None = None
     """The rows that it applies to; it contributes nothing to others."""
 
     @property

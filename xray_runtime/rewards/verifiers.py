@@ -27,7 +27,7 @@ from xray_runtime.rewards.source import Batch, Score, Source, described, failure
 from xray_runtime.rewards.verifier_config import CodeVerifier
 
 if TYPE_CHECKING:
-    from xray_runtime.rewards.term import Route
+    from xray_runtime.rewards.term import SourceRoute
     from xray_runtime.rewards.verifier_config import TextVerifier, Verifier
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class VerifierSource(Source):
         when: the rows whose replies are scored.
     """
 
-    def __init__(self, config: Verifier, where: str, when: Route | None = None) -> None:
+    def __init__(self, config: Verifier, where: str, when: SourceRoute | None = None) -> None:
         self._config, self._where, self._when = config, where, when
         self.runs_code = isinstance(config, CodeVerifier)
         self._parallel = len(os.sched_getaffinity(0))

@@ -45,7 +45,7 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
 
 def drawing(graph: CheckpointGraph, chosen: list[str]) -> dict[str, Any]:
     """The `lineage_graph` of the checkpoints with these digests, parents first."""
-    from xray_runtime.kernel.report.html import lineage_graph
+    from xray_runtime.kernel.report.layout import lineage_graph
 
     stages = [
         {

@@ -19,7 +19,7 @@ from xray_runtime.cluster.protocols import ModelHandle, Ready, Ref, get
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
-from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.section import RuntimeConfig, Section
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.graph.kind import Answer, StageKind, config_of
@@ -30,6 +30,7 @@ from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
@@ -88,7 +89,7 @@ class Replayable:
 
     node: Node
     kind: StageKind
-    config: Any
+    config: Section
     runtime: RuntimeConfig
     inputs: Any
 
@@ -133,8 +134,10 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
     last = iteration if iteration is not None else max(kept, default=0)
-    if getattr(config, "in_flight_updates", False) and (
-        kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"
+    if (
+        isinstance(config, PPOConfig)
+        and config.in_flight_updates
+        and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed")
     ):
         raise ConfigError(
             f"REF: {node.name} is not allowed: time decided its schedule (in_flight_updates), and no ledger holds the "
@@ -210,7 +213,7 @@ def replay(
     return result
 
 
-def restore_recorded(checkpoint: Path, config: Any, iteration: int | None, journal: Journal) -> list[str]:
+def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, journal: Journal) -> list[str]:
     """Write what external rewards, environments and agents answered up to `iteration` (None: to the end) to `journal`,
     as an earlier attempt would: asked again, they might answer differently. Returns their sources.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import pyarrow as pa
 
-from xray_runtime.data.ledger import SCORE, Query, Shard, iterations, read_shard, readable, shard_path, sources_of
+from xray_runtime.data.ledger import SCORE, LedgerShard, Query, iterations, read_shard, readable, shard_path, sources_of
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.store.damage import check_file
@@ -115,7 +115,7 @@ def _as_text(node: Node, rows: np.ndarray) -> list[dict[str, Any]]:
     return [texts[number, place] for number, place in rows.tolist()]
 
 
-def _read(node: Node, number: int, *, lists: bool = True) -> Shard:
+def _read(node: Node, number: int, *, lists: bool = True) -> LedgerShard:
     try:
         return read_shard(shard_path(node.directory / LEDGER, number), lists=lists)
     except ValueError as error:

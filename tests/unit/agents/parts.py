@@ -14,7 +14,7 @@ import numpy as np
 
 from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy
 from xray_runtime.agents.gateway import Gateway
-from xray_runtime.agents.segments import Call
+from xray_runtime.agents.segments import PolicyCall
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.chat_format import ChatFormat, chat_format
 from xray_runtime.data.ragged import Ragged
@@ -87,14 +87,14 @@ class World:
     tokenizer: Any
     generator: FakeGenerator
     gateway: Gateway
-    journal: dict[str, Call] = field(default_factory=dict)
+    journal: dict[str, PolicyCall] = field(default_factory=dict)
 
     @property
     def format(self) -> ChatFormat:
         return chat_format(self.tokenizer)
 
     def policy(self, **fields: Any) -> Policy:
-        def keep(calls: Iterable[Call]) -> None:
+        def keep(calls: Iterable[PolicyCall]) -> None:
             self.journal.update({call.key: call for call in calls})
 
         eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
@@ -110,7 +110,11 @@ class World:
         return replace(found, **fields)
 
     def open(
-        self, name: str = "a", limits: EpisodeLimits = LIMITS, known: Mapping[str, Call] | None = None, **fields: Any
+        self,
+        name: str = "a",
+        limits: EpisodeLimits = LIMITS,
+        known: Mapping[str, PolicyCall] | None = None,
+        **fields: Any,
     ) -> AgentEpisode:
         episode = AgentEpisode(name, self.policy(**fields), limits, known or {})
         self.gateway.open(episode)

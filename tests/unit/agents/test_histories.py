@@ -18,13 +18,13 @@ from xray_runtime.agents import chat
 from xray_runtime.agents.episode import AgentEpisode, Policy
 from xray_runtime.agents.request import Request
 from xray_runtime.agents.sampler import BatchSampler
-from xray_runtime.agents.segments import Call, CallPosition, Tree, rows
+from xray_runtime.agents.segments import CallPosition, PolicyCall, Tree, rows
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.sampling.agent_rows import Row
+from xray_runtime.methods.common.sampling.agent_rows import BranchRow
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.config import FreshBase
 
@@ -159,7 +159,7 @@ def played(tokenizer: Any, numbers: range) -> tuple[TinyGenerator, list[tuple[Ag
 
 
 def problems(
-    generator: TinyGenerator, calls: list[Call], found: list[Row], expected: list[tuple[str, str]]
+    generator: TinyGenerator, calls: list[PolicyCall], found: list[BranchRow], expected: list[tuple[str, str]]
 ) -> list[str]:
     """Violations of the contract."""
     wrong = []

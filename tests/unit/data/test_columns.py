@@ -167,7 +167,9 @@ def test_a_loop_makes_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: li
 def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: list[Rollout]) -> None:
     environment: dict[str, Any] = {"path": f"{sample_environments.__name__}:ThreeTurns", "max_tokens": 64}
     fields: dict[str, Any] = {"environment": environment, "rewards": [], "iterations": 1, "gold": "my:length"}
-    fields |= {"functions": {"my:length": lambda prompts, replies: [float(len(reply)) for reply in replies]}}
+    functions = {"my:length": lambda prompts, replies: [float(len(reply)) for reply in replies]}
+    fields |= {"functions": functions | {"my:even": lambda known: np.ones(len(known.draws))}}
+    fields |= {"curriculum": {"by": "my:even"}}
     attempt(inputs, tmp_path / "out", World(), model=Checked, kept=tmp_path, **fields)
     [rollout] = made
     assert rollout.are_episodes

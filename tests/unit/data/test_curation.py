@@ -10,7 +10,7 @@ import pytest
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.methods.curate.config import CurateConfig
-from xray_runtime.methods.curate.curation import Curated, curate
+from xray_runtime.methods.curate.curation import CuratedRows, curate
 from xray_runtime.methods.curate.drift import krippendorff_alpha
 from xray_runtime.methods.curate.near_duplicates import leaders
 from xray_runtime.methods.curate.signals import Label, Signal, conversation_of, from_feedback, from_verdicts
@@ -36,7 +36,7 @@ def verdict(number: int, judge: str, label: Label, cycle: int = 0) -> Signal:
     return Signal(f"{cycle}-{number}-{judge}", cycle, judge, "", asked, f"left {number}", f"right {number * 31}", label)
 
 
-def curated(signals: Sequence[Signal], **config: object) -> tuple[Curated, Counter[str]]:
+def curated(signals: Sequence[Signal], **config: object) -> tuple[CuratedRows, Counter[str]]:
     dropped = Counter[str]()
     found = curate(signals, CurateConfig(**config), {}, 0, lambda reason, _: dropped.update([reason]))  # type: ignore[arg-type]
     return found, dropped

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from xray_runtime.data.ledger import (
+    LedgerShard,
     Query,
-    Shard,
     first_difference,
     iterations,
     lists,
@@ -25,7 +25,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 
 
-def shard(iteration: int = 3, policy: str | None = "ab", **changes: Any) -> Shard:
+def shard(iteration: int = 3, policy: str | None = "ab", **changes: Any) -> LedgerShard:
     """Four replies: one good, one bad, one whose judge failed, and one that others took the place of."""
     columns: dict[str, Any] = {
         "iteration": np.full(4, iteration, np.int32),
@@ -45,7 +45,7 @@ def shard(iteration: int = 3, policy: str | None = "ab", **changes: Any) -> Shar
         "advantages": lists(Ragged.of([[1.0, 2.0], [-1.0], [], []], np.float32), pa.float32()),
         "times_trained": np.array([2, 2, 0, 0], np.int32),
     }
-    return Shard(iteration, policy, table_of(columns | changes))
+    return LedgerShard(iteration, policy, table_of(columns | changes))
 
 
 def found(**query: Any) -> list[int]:
@@ -151,9 +151,9 @@ def test_the_first_difference_is_named() -> None:
         **{"score/judge": pa.array([0.75, -1.0, None, 0.5], pa.float32())}
     )
     assert different(policy="cd") == "iteration 3, policy: ab in the ledger, cd computed again"
-    fewer = Shard(3, "ab", shard().table.slice(0, 3))
+    fewer = LedgerShard(3, "ab", shard().table.slice(0, 3))
     assert str(first_difference(shard(), fewer)) == "iteration 3, rows: 4 in the ledger, 3 computed again"
-    assert "columns" in str(first_difference(shard(), Shard(3, "ab", shard().table.drop(["seed"]))))
+    assert "columns" in str(first_difference(shard(), LedgerShard(3, "ab", shard().table.drop(["seed"]))))
     zero = shard(**{"score/length": pa.array([0.0, None, 1.0, 1.0], pa.float32())})
     minus = shard(**{"score/length": pa.array([-0.0, None, 1.0, 1.0], pa.float32())})
     assert "0.0 in the ledger, -0.0 computed" in str(first_difference(zero, minus))

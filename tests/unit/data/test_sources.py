@@ -12,7 +12,7 @@ from tests.message_texts import Messages
 from xray_runtime.data.reading.forms import usual
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, preference, prompt_and_replies
-from xray_runtime.data.reading.sources import Conversation, chat_pairs, chitchat_conversations, read_records
+from xray_runtime.data.reading.sources import RatedConversation, chat_pairs, chitchat_conversations, read_records
 
 
 def user(text: str) -> dict[str, str]:
@@ -56,7 +56,7 @@ def test_chitchat_merges_messages_of_one_person_and_keeps_ratings() -> None:
     ],
 )
 def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str]]) -> None:
-    found = list(chat_pairs(Conversation("x", ["a", "b", "c", "d"]), context))
+    found = list(chat_pairs(RatedConversation("x", ["a", "b", "c", "d"]), context))
     assert [(prompt, reply["content"]) for prompt, reply in found] == expected
     assert {reply["role"] for _, reply in found} == {"assistant"}
 

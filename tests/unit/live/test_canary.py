@@ -31,7 +31,7 @@ from xray_runtime.live.serving.canary_metrics import CanaryCollector, CanaryStat
 from xray_runtime.live.serving.choice import ModelChoice
 from xray_runtime.live.serving.middleware import key_digest
 from xray_runtime.live.serving.recorder import AnswerRecorder
-from xray_runtime.live.serving.server import Server
+from xray_runtime.live.serving.server import ModelServer
 from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.promotion import review
@@ -228,7 +228,7 @@ def test_under_repeated_looks_an_equal_candidate_is_rarely_rolled_back() -> None
 
 
 class Replicas:
-    """Takes the part of `Server`: notes what it is told."""
+    """Takes the part of `ModelServer`: notes what it is told."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -257,7 +257,7 @@ def follower(output: Path, server: Replicas, records: bool = True) -> CanaryFoll
 
     now = iter(float(10 * n) for n in range(1000))
     store = open_lineage_store(output, None)
-    return CanaryFollower(cast(Server, server), store, NAME, load, records, None, clock=lambda: next(now))
+    return CanaryFollower(cast(ModelServer, server), store, NAME, load, records, None, clock=lambda: next(now))
 
 
 def test_a_server_follows_a_canary_from_its_beginning_to_its_end(live: tuple[Path, Canary]) -> None:

@@ -21,7 +21,7 @@ from xray_runtime.ops.planner.cost import (
 )
 from xray_runtime.ops.planner.disk import disk_bytes
 from xray_runtime.ops.planner.memory import Layout
-from xray_runtime.ops.planner.workload import Role, Workload, from_parameters
+from xray_runtime.ops.planner.workload import PlannedRole, Workload, from_parameters
 
 L4, _, H100, _ = GPUS
 
@@ -30,7 +30,7 @@ def machine(count: int, gpu: Any = H100) -> Machine:
     return Machine(num_devices=count, memory_bytes=gpu.memory_bytes, devices_per_node=min(count, 8))
 
 
-def policy(workload: Workload) -> Role:
+def policy(workload: Workload) -> PlannedRole:
     return workload.roles[0]
 
 

@@ -28,7 +28,7 @@ from xray_runtime.ops.planner.memory import (
 )
 from xray_runtime.ops.planner.model_states import sharding_of
 from xray_runtime.ops.planner.splits import trained_layouts
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 SMALL = {
     "num_experts": 8,
@@ -114,7 +114,7 @@ def test_activations_are_what_autograd_saves(kind: str) -> None:
 def test_flops_are_those_that_torch_counts() -> None:
     lm, shape = small("mixtral")
     lm.set_experts_implementation("eager")
-    role = Role(name="policy", shape=shape, use="trained", weight_bytes=4)
+    role = PlannedRole(name="policy", shape=shape, use="trained", weight_bytes=4)
     length = 30
     workload = Workload(
         roles=(role,),
@@ -170,7 +170,7 @@ def test_only_trainers_and_numbers_of_experts_that_can_be_shared_are() -> None:
     shape = from_pretrained(PretrainedBase(model="mistralai/Mixtral-8x7B-v0.1"))
 
     def degrees(library: str, experts: Experts | None) -> set[int]:
-        role = Role(
+        role = PlannedRole(
             name="policy", shape=replace(shape, experts=experts), use="trained", weight_bytes=2, library=library
         )
         role = replace(role, options=Options(sharding=sharding_of(library)))

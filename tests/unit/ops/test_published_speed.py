@@ -15,7 +15,7 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.ops.planner.cost import COMPARED, GPUS, update_seconds
 from xray_runtime.ops.planner.memory import PLAIN, Layout, Options
 from xray_runtime.ops.planner.search import search
-from xray_runtime.ops.planner.workload import OPEN_CHOICES, Role, Workload
+from xray_runtime.ops.planner.workload import OPEN_CHOICES, PlannedRole, Workload
 
 FACTOR = 2.0
 BY_NAME = {gpu.name: gpu for gpu in GPUS}
@@ -25,9 +25,9 @@ def machine(count: int, gpu: str) -> Machine:
     return Machine(num_devices=count, memory_bytes=BY_NAME[gpu].memory_bytes, devices_per_node=min(count, 8))
 
 
-def role(model: str, use: str = "trained", options: Options = PLAIN) -> Role:
+def role(model: str, use: str = "trained", options: Options = PLAIN) -> PlannedRole:
     shape = from_pretrained(PretrainedBase(model=model))
-    return Role(name=use, shape=shape, use=use, weight_bytes=2, options=options)  # type: ignore[arg-type]
+    return PlannedRole(name=use, shape=shape, use=use, weight_bytes=2, options=options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.kernel.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
 from xray_runtime.rewards.source import Batch, Score
-from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.term import SourceRoute
 from xray_runtime.rewards.verifier_config import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
 from xray_runtime.rewards.verifiers import VerifierSource
 
@@ -143,7 +143,7 @@ def test_a_column_is_checked_before_anything_runs(
     with message_texts.raises(ValueError):
         source.check(tmp_path, ["a", "t"])
     # Rows that the source does not score are not checked.
-    VerifierSource(config, "v", Route(column="t", equals=1)).check(tmp_path, ["a", "t"])
+    VerifierSource(config, "v", SourceRoute(column="t", equals=1)).check(tmp_path, ["a", "t"])
 
 
 CODE = CodeVerifier(column="answer", limit_s=10.0)

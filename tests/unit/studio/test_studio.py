@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ PAGES = (
     *("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}"),
     "/withdrawals",
 )
-SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
+SCRIPTS = [f'<script src="/static/{name}.js" defer>' for name in ("htmx.min", "studio")]
+MORE_SCRIPTS = {f'<script src="/static/{name}.js" defer>' for name in ("uplot.min", "curves")}
 
 
 def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(output: Path) -> None:
@@ -53,8 +55,10 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
         rules = reply.headers["content-security-policy"]
         assert "default-src 'none'" in rules
         assert "unsafe" not in rules
-        # Scripts are the two files; styles and handlers are in no attribute.
-        assert set(re.findall(r"<script[^>]*>", reply.text)) == SCRIPTS, path
+        # Scripts are our files; styles and handlers are in no attribute.
+        scripts = re.findall(r"<script[^>]*>", reply.text)
+        assert scripts[:2] == SCRIPTS, path
+        assert set(scripts[2:]) <= MORE_SCRIPTS, path
         assert not re.search(r"<[^>]*\s(style|onclick|onerror|onload)=|<img src=x", reply.text), path
     assert "&lt;script&gt;" in client.get(f"/review/{session.name}").text
     assert "&lt;script&gt;" in client.get(f"/rollouts/{policy}").text
@@ -133,16 +137,26 @@ def test_the_audit_is_shown_where_it_found_something(output: Path) -> None:
 def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
     records = run_at_work(output, "sft", [{"sft/loss": 2.0 - n / 10} for n in range(5)])
     (records / "samples.json").write_text(json.dumps({"columns": ["prompt"], "rows": [[HOSTILE]]}))
+    now = int(time.time() * 1000)
+    shown = {"done": 10, "total": 40, "unit": "steps", "began_ms": now - 5000, "at_ms": now}
+    (records / "progress.json").write_text(json.dumps(shown))
     client = studio(output)
     with run_lock(output, "live-1"):
         page = client.get("/runs/live-1").text
         assert 'hx-trigger="every 2s"' in page
-        assert "sft/loss: +2.000 to +1.600 at step 4" in page
+        curves = client.get("/runs/live-1/curves").json()
+        assert curves["live"]
+        assert curves["stages"][0]["stage"] == "sft"
+        assert curves["stages"][0]["series"]["sft/loss"] == [[0, 1, 2, 3, 4], [2.0, 1.9, 1.8, 1.7, 1.6]]
+        assert re.search(r"10 of 40 steps, 1[0-5] s left", page)
         assert "&lt;script&gt;" in page
         assert "<script>alert" not in page
         with (records / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 5, "time_ms": 5, "metrics": {"sft/loss": 0.5}}) + "\n")
-        assert "to +0.500 at step 5" in client.get("/runs/live-1/live").text
+        assert client.get("/runs/live-1/curves").json()["stages"][0]["series"]["sft/loss"][1][-1] == 0.5
+        front = client.get("/runs").text
+        assert 'hx-trigger="every 4s"' in front
+        assert "loss, nats a token, sft: +2.000 → +0.500" in front
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "failed", "stages": []}))
     assert "every 2s" not in client.get("/runs/live-1").text
     assert client.get("/runs/other").status_code == 400
@@ -315,3 +329,18 @@ def test_a_chat_without_a_server_says_so(made: Path) -> None:
 def test_bad_options_are_one_line(made: Path, arguments: list[str], text: str) -> None:
     done = CliRunner().invoke(command, ["studio", "--output", str(made), *arguments])
     assert (done.exit_code, text in " ".join(done.output.split())) == (2, True), done.output
+
+
+def test_the_front_page_says_whether_it_got_better_and_who_is_waited_for(output: Path) -> None:
+    path = output / "lifecycle.json"
+    content = json.loads(path.read_text())
+    content["evaluation"] |= {"gold_before": 0.1, "gold_after": 0.3, "gold_delta_ci95": [0.15, 0.25]}
+    content["evaluation"] |= {"distinct_2_before": 0.9, "distinct_2_after": 0.8}
+    path.write_text(json.dumps(content))
+    client = studio(output)
+    front, waiting = client.get("/").text, client.get("/waiting").text
+    for text in ("+0.100 → +0.300", "difference +0.200, 95% +0.150 to +0.250", "60.0%", "95% 40.0 to 80.0%"):
+        assert text in front
+    assert f'<a href="/promote/{NAME}">{NAME} version 1: promote it, or decline</a>' in waiting
+    assert "3 pairs of replies to compare" in waiting
+    assert "2 recorded answers to judge" in waiting

@@ -16,7 +16,7 @@ from tests.unit.trust.synthetic import Lifecycle, comparison, weights
 from xray.studio.access import COOKIE, Access
 from xray.studio.app import make_app
 from xray.studio.studio import Studio
-from xray_runtime.data.ledger import Shard
+from xray_runtime.data.ledger import LedgerShard
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.history.reference import find, open_lineage_store
@@ -49,7 +49,7 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
         "seed": pa.array(range(size), pa.int64()),
         "ended": pa.array([True] * size),
     }
-    return Shard(iteration, None, pa.table(columns)).to_bytes()
+    return LedgerShard(iteration, None, pa.table(columns)).to_bytes()
 
 
 def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: int = 40) -> str:

@@ -15,14 +15,14 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history.audit_check import Finding, read_log
 from xray_runtime.kernel.history.recorded import CHAIN, SegmentWriter
-from xray_runtime.kernel.history.recorded_rows import RECORDED, Row, read_segment, segment_bytes, segment_name
+from xray_runtime.kernel.history.recorded_rows import RECORDED, RecordedRow, read_segment, segment_bytes, segment_name
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.live.feedback.judgements import Judgement, Question
 from xray_runtime.live.feedback.session import Session, Setup, read_sessions, session_directory
 from xray_runtime.live.serving.middleware import key_digest
 from xray_runtime.live.serving.recorder import AnswerRecorder
 from xray_runtime.methods.curate.config import CurateConfig
-from xray_runtime.methods.curate.curation import Curated, curate
+from xray_runtime.methods.curate.curation import CuratedRows, curate
 from xray_runtime.methods.curate.signals import Label, Signal
 from xray_runtime.trust.audit.checks.recorded import check_recorded
 from xray_runtime.trust.keys import trusted_keys
@@ -51,7 +51,7 @@ def _line_of_another_store(output: Path, other: Path) -> None:
 
 
 def _signed_with_another_key(output: Path, other: Path) -> None:
-    rows = [Row(**row) for row in read_segment(_segment(output, 1))]
+    rows = [RecordedRow(**row) for row in read_segment(_segment(output, 1))]
     SegmentWriter(output, signing_key(other), 365).write(rows, {}, {})
 
 
@@ -91,7 +91,7 @@ def _segment(output: Path, number: int) -> Path:
 
 
 def _written(output: Path, number: int, rows: list[dict[str, object]]) -> None:
-    _segment(output, number).write_bytes(segment_bytes(number, [Row(**row) for row in rows], {}))  # type: ignore[arg-type]
+    _segment(output, number).write_bytes(segment_bytes(number, [RecordedRow(**row) for row in rows], {}))  # type: ignore[arg-type]
 
 
 def two_segments(output: Path) -> Path:
@@ -297,13 +297,13 @@ def crowd(cycle: int = 0) -> list[Signal]:
     return [correction(f"person {p}", n, "right", cycle, f"shop {p % 12}") for p in range(PEOPLE) for n in range(ROWS)]
 
 
-def share(found: Curated, is_bad: Callable[[str], bool]) -> float:
+def share(found: CuratedRows, is_bad: Callable[[str], bool]) -> float:
     """The bad people's share of the pairs to train on."""
     rows = [row for row in found.pairs if row.side == "train"]
     return sum(sum(map(is_bad, row.people)) / len(row.people) for row in rows) / len(rows)
 
 
-def learned(signals: list[Signal], **rules: object) -> Curated:
+def learned(signals: list[Signal], **rules: object) -> CuratedRows:
     """The rows of these signals."""
     return curate(signals, CurateConfig(heldout_fraction=0.01, **rules), {}, 0, lambda reason, id: None)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from xray_runtime.data.ledger import Shard
+from xray_runtime.data.ledger import LedgerShard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.kernel.evidence.log import LOG, digests, view
 from xray_runtime.kernel.evidence.statement import OutsideSource, RunFacts
@@ -74,7 +74,7 @@ def rollouts(iteration: int) -> bytes:
     """A shard of a ledger."""
     replies = pa.array([[number, 7] for number in range(4)], pa.list_(pa.int32()))
     table = pa.table({"row": pa.array(range(4), pa.int32()), "reply_ids": replies})
-    return Shard(iteration, None, table).to_bytes()
+    return LedgerShard(iteration, None, table).to_bytes()
 
 
 def model(seed: str) -> dict[str, bytes]:

@@ -22,7 +22,7 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
 from tests.unit.trust.synthetic import NAME, Lifecycle
-from xray_runtime.data.ledger import Shard, read_shard
+from xray_runtime.data.ledger import LedgerShard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
 from xray_runtime.kernel.evidence.envelope import PAYLOAD_TYPE, load_private, new_private_key
 from xray_runtime.kernel.evidence.log import END, LOG, read_lines
@@ -234,7 +234,7 @@ def a_token_of_a_ledger(output: Path) -> None:
     replies[0][0] += 1
     column, field = shard.table.schema.get_field_index("reply_ids"), shard.table.schema.field("reply_ids")
     table = shard.table.set_column(column, field, pa.array(replies, field.type))
-    Shard(shard.iteration, shard.policy, table).write(path.parent)
+    LedgerShard(shard.iteration, shard.policy, table).write(path.parent)
 
 
 @fault("file-changed")

@@ -18,7 +18,7 @@ from tests.unit.methods.ppo.loop import PPOModel, World, attempt, make_inputs
 from tests.unit.trust.commands import xray
 from tests.unit.trust.synthetic import Lifecycle, ledger
 from xray_runtime.cluster.protocols import ModelHandle
-from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.data.ledger import LedgerShard, read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.kernel.config.section import Section
 from xray_runtime.kernel.config.validation import ConfigError
@@ -26,8 +26,9 @@ from xray_runtime.kernel.graph.artifacts import Artifact, Dataset
 from xray_runtime.kernel.graph.kind import KINDS, NoInputs, StageKind
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers
 from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
@@ -142,7 +143,7 @@ class Published:
         replies[row][0] += 1
         place = table.column_names.index("reply_ids")
         changed = table.set_column(place, table.schema.field("reply_ids"), pa.array(replies, table["reply_ids"].type))
-        Shard(shard.iteration, shard.policy, changed).write(self.ledger)
+        LedgerShard(shard.iteration, shard.policy, changed).write(self.ledger)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.kernel.history.graph import Node
     from xray_runtime.kernel.history.reference import LineageStore
-    from xray_runtime.live.feedback.comparison import ReplyComparison, ReplySampler
+    from xray_runtime.live.feedback.comparison import PairSampler, ReplyComparison
     from xray_runtime.live.feedback.judgements import Question
     from xray_runtime.live.feedback.session import Session
 
@@ -84,11 +84,11 @@ def command(
 
 def _ask(comparison: ReplyComparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
     """Ask `judge` every question that they have not answered yet, until they quit."""
-    from xray_runtime.live.feedback.comparison import ReplySampler
+    from xray_runtime.live.feedback.comparison import PairSampler
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
     with ThreadPoolExecutor(1) as pool:
-        interview = _Interview(session, ReplySampler(comparison, session, pool), judge, console)
+        interview = _Interview(session, PairSampler(comparison, session, pool), judge, console)
         try:
             if comparison.setup.prompts == "typed":
                 interview.ask_typed(comparison, done)
@@ -105,7 +105,7 @@ class _Interview:
     """The questions of one judge in a session."""
 
     session: Session
-    sampler: ReplySampler
+    sampler: PairSampler
     judge: str
     console: Console
 

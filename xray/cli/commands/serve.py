@@ -20,7 +20,7 @@ import typer
 from xray.cli.errors import print_error
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import Output, PublicKey, Tracking
-from xray.cli.serve_recording import Recording, recording_lock, recording_options, start
+from xray.cli.serve_recording import RecordingOptions, recording_lock, recording_options, start
 from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
@@ -34,7 +34,7 @@ from xray_runtime.live.serving import NotServedError
 
 if TYPE_CHECKING:
     from xray_runtime.live.serving.choice import ModelChoice
-    from xray_runtime.live.serving.server import Server
+    from xray_runtime.live.serving.server import ModelServer
 
 PANEL = "Champion"
 API_KEY = "XRAY_API_KEY"
@@ -109,7 +109,7 @@ class _Options:
     replicas: int
     tensor_parallel: int
     key: str | None
-    recording: Recording | None
+    recording: RecordingOptions | None
 
 
 def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
@@ -138,10 +138,10 @@ def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
     with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        from xray_runtime.live.serving.server import Server
+        from xray_runtime.live.serving.server import ModelServer
 
         recorder = start(options.recording, choice.store, _logs(choice)) if options.recording is not None else None
-        server = Server(options.host, options.port, options.replicas, _logs(choice), recorder)
+        server = ModelServer(options.host, options.port, options.replicas, _logs(choice), recorder)
         try:
             _serve(server, options, name, choice)
         except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def _logs(choice: ModelChoice) -> Path:
     return choice.store.output.absolute() / "logs" / "serve"
 
 
-def _serve(server: Server, options: _Options, name: str | None, choice: ModelChoice) -> None:
+def _serve(server: ModelServer, options: _Options, name: str | None, choice: ModelChoice) -> None:
     from xray_runtime.cluster.pool.placement import device
     from xray_runtime.kernel.evidence.log import view
     from xray_runtime.kernel.history.reference import CHAMPION

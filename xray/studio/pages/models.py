@@ -14,7 +14,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.canary import Canaries
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.graph import Node
-from xray_runtime.kernel.history.reference import LineageStore, find, open_lineage_store, resolve
+from xray_runtime.kernel.history.reference import CANDIDATE, LineageStore, find, open_lineage_store, resolve
 from xray_runtime.kernel.history.render import entry, stage_name
 from xray_runtime.kernel.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
 from xray_runtime.kernel.report.html import svg
@@ -110,6 +110,17 @@ def models(request: Request) -> Response:
     decisions = [d for d in reversed(log.decisions) if d.name][:50]
     canaries = [(c.began.name, c.began.candidate, summary(c)) for c in reversed(log.state(Canaries).values())][:10]
     return page(request, "models.html", aliases=aliases, decisions=decisions, canaries=canaries)
+
+
+def waiting_candidates(studio: Studio) -> list[tuple[str, str]]:
+    """(address, text) of registered candidates that are not champions, and that nobody has declined."""
+    log = view(studio.output)
+    decided = {(d.name, d.version) for d in log.decisions if d.action in ("promote", "decline")}
+    return [
+        (f"/promote/{name}", f"{name} version {decision.version}: promote it, or decline")
+        for (name, alias), decision in sorted(log.decided.items())
+        if name and alias == CANDIDATE and (name, decision.version) not in decided
+    ]
 
 
 def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.PromotionReview]:

@@ -29,7 +29,8 @@ JUDGE = "xray_judge"
 MAX_NAME = 80
 
 
-def _judge(request: Request) -> str:
+def judge_of(request: Request) -> str:
+    """The name that a person judges under."""
     return unquote(request.cookies.get(JUDGE, ""))[:MAX_NAME] or studio_of(request).by
 
 
@@ -43,10 +44,23 @@ def _session(studio: Studio, name: str) -> Path:
 @router.get("/review")
 def sessions(request: Request) -> Response:
     """Everything that can be judged."""
-    studio, judge = studio_of(request), _judge(request)
-    open_sessions = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
-    recorded = len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None
-    return page(request, "review.html", sessions=open_sessions, recorded=recorded, judge=judge)
+    studio, judge = studio_of(request), judge_of(request)
+    return page(request, "review.html", sessions=_open(studio, judge), recorded=_recorded(studio, judge), judge=judge)
+
+
+def _open(studio: Studio, judge: str) -> list[tuple[Session, int]]:
+    return [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
+
+
+def _recorded(studio: Studio, judge: str) -> int | None:
+    return len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None
+
+
+def waiting_reviews(studio: Studio, judge: str) -> list[tuple[str, str]]:
+    """(address, text) of what this judge has not judged."""
+    counts = [(f"/review/{s.name}", n, "pairs of replies to compare") for s, n in _open(studio, judge)]
+    counts.append(("/review/recorded", _recorded(studio, judge) or 0, "recorded answers to judge"))
+    return [(address, f"{number} {text}") for address, number, text in counts if number]
 
 
 @router.post("/review")
@@ -63,7 +77,7 @@ def name_judge(request: Request, fields: Fields) -> Response:
 def publish_verdicts(request: Request, fields: Fields) -> Response:
     """Publish as `xray preferences` does."""
     studio = studio_of(request)
-    done = publish(studio.store(), saved_config(studio.output).project, _judge(request))
+    done = publish(studio.store(), saved_config(studio.output).project, judge_of(request))
     return page(request, "published.html", done=done)
 
 
@@ -74,7 +88,7 @@ def recorded(request: Request) -> Response:
 
 @router.post("/review/recorded")
 def judge_recorded(request: Request, fields: Fields) -> Response:
-    studio, judge = studio_of(request), _judge(request)
+    studio, judge = studio_of(request), judge_of(request)
     question = next((q for q in recorded_questions(studio.output, judge) if q.id == fields.get("question")), None)
     if question is None:
         raise ConfigError("question: it was judged already, or is gone: load the page again")
@@ -90,7 +104,7 @@ def judge_recorded(request: Request, fields: Fields) -> Response:
 
 def _recorded_page(request: Request, template: str, skipped: str) -> Response:
     """The next question; after `skipped`, where it was skipped."""
-    questions = recorded_questions(studio_of(request).output, _judge(request))
+    questions = recorded_questions(studio_of(request).output, judge_of(request))
     ids = [question.id for question in questions]
     position = ids.index(skipped) + 1 if skipped in ids else 0
     question = questions[position] if position < len(questions) else None
@@ -99,7 +113,7 @@ def _recorded_page(request: Request, template: str, skipped: str) -> Response:
         template,
         title="Recorded answers",
         action="/review/recorded",
-        judge=_judge(request),
+        judge=judge_of(request),
         left_over=len(questions) - position,
         question=question.id if question else "",
         prompt=question.prompt if question else "",
@@ -117,7 +131,7 @@ def review(request: Request, name: str, number: int | None = None) -> Response:
 
 @router.post("/review/{name}")
 def judge_session(request: Request, name: str, fields: Fields) -> Response:
-    directory, judge = _session(studio_of(request), name), _judge(request)
+    directory, judge = _session(studio_of(request), name), judge_of(request)
     key, number = fields.get("key", ""), fields.get("question", "")
     with file_lock(directory):
         session = Session.read(directory)
@@ -131,7 +145,7 @@ def judge_session(request: Request, name: str, fields: Fields) -> Response:
 
 def _page(request: Request, template: str, session: Session, number: int | None, before: int | None = None) -> Response:
     """Question `number`, by default the first that is open; `before`: the one that was just judged."""
-    judge = _judge(request)
+    judge = judge_of(request)
     open_questions = session.open_questions(judge)
     question = next((q for q in session.questions if q.number == number), None) if number is not None else None
     question = question or next(iter(open_questions), None)

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from xray.studio.access import Fields
+from xray.studio.pages.models import waiting_candidates
+from xray.studio.pages.review import judge_of, waiting_reviews
+from xray.studio.run_facts import alerts, curves, main_curve, notes, numbers, progress, result_cards, timeline
 from xray.studio.studio import DAMAGED, Link, Pages, page, studio_of
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.log import read_run, view
 from xray_runtime.kernel.evidence.view import is_at_work
-from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.report.layout import lineage_graph
 from xray_runtime.kernel.report.rendering import computed_text
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.shared import is_safe
@@ -27,9 +30,9 @@ from xray_runtime.kernel.tracking.recorder import METRICS, RECORDS, records_dire
 router = APIRouter()
 PAGES = Pages(router, (Link("/", "Runs", 10),))
 
-WIDTH, HEIGHT = 240, 56
-"""Size of a curve, in pixels."""
-MAX_POINTS, MAX_CURVES, MAX_ROWS, MAX_TEXT = 240, 24, 6, 600
+MAX_RUNS = 40
+"""Runs on the front page."""
+MAX_ROWS, MAX_TEXT = 6, 600
 RUNNING = "running"
 
 
@@ -56,6 +59,7 @@ def _is_stage(stage: Any) -> bool:
     """Whether an entry of lifecycle.json has the fields that the page shows, with values of their types."""
     try:
         texts = [stage["name"], stage["kind"], stage["key"], stage["checkpoint"]["sha256"], *stage["findings"]]
+        texts += [*stage.get("notes", ()), *stage["parents"]]
         computed_text(stage)
     except DAMAGED:
         return False
@@ -65,7 +69,32 @@ def _is_stage(stage: Any) -> bool:
 
 @router.get("/")
 def run_list(request: Request) -> Response:
-    return page(request, "runs.html", runs=runs(studio_of(request).output))
+    return page(request, "runs.html", **_listed(request))
+
+
+@router.get("/runs")
+def run_list_part(request: Request) -> Response:
+    """The list alone, which the front page requests again while a run is active."""
+    return page(request, "runs_part.html", **_listed(request))
+
+
+def _listed(request: Request) -> dict[str, Any]:
+    output = studio_of(request).output
+    found = runs(output)
+    for run in found[:MAX_RUNS]:
+        at_work = working(output, run)
+        run["cards"], run["alerts"] = result_cards(run["content"]), alerts(run["stages"])
+        run["at_work"] = [progress(path) for path in at_work]
+        run["curve"] = main_curve(output, run["stages"], at_work)
+    return {"runs": found[:MAX_RUNS], "older": len(found) - MAX_RUNS, "live": any(r["at_work"] for r in found[:1])}
+
+
+@router.get("/waiting")
+def waiting(request: Request) -> Response:
+    """What only a person can decide: answers to judge, and candidates to promote."""
+    studio = studio_of(request)
+    found = [*waiting_reviews(studio, judge_of(request)), *waiting_candidates(studio)]
+    return page(request, "waiting_part.html", waiting=found)
 
 
 @router.post("/audit")
@@ -91,22 +120,51 @@ def live(request: Request, run_id: str) -> Response:
 
 def _run_page(request: Request, run_id: str, template: str) -> Response:
     output = studio_of(request).output
-    run = next((run for run in runs(output) if run["id"] == run_id), None)
+    run, others = _run(output, run_id)
+    at_work, listed = working(output, run), run["stages"]
+    values: dict[str, Any] = {
+        "cards": result_cards(run["content"]),
+        "alerts": alerts(listed),
+        "notes": notes(listed),
+        "timeline": timeline(listed),
+        "graph": lineage_graph(listed),
+        "at_work": [progress(path) for path in at_work],
+        "stages": list(stages(output, run)),
+    }
+    return page(request, template, run=run, others=[other for other in others if other["id"] != run_id], **values)
+
+
+def _run(output: Path, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run, and all of them. Raises ConfigError if the log does not know it."""
+    found = runs(output)
+    run = next((run for run in found if run["id"] == run_id), None)
     if run is None:
         raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
-    return page(request, template, run=run, stages=list(stages(output, run)))
+    return run, found
+
+
+@router.get("/runs/{run_id}/curves")
+def run_curves(request: Request, run_id: str) -> Response:
+    """The curves of all stages as JSON, for the page's script."""
+    output = studio_of(request).output
+    run, _ = _run(output, run_id)
+    listed = [(s["name"], s["kind"], records_directory(output, s["name"], s["key"])) for s in run["stages"]]
+    listed += [(path.name.rpartition("-")[0], None, path) for path in working(output, run)]
+    # The newest first: people come for the policy's curves.
+    found = [{"stage": name, **curves(read_metrics(path / METRICS), kind)} for name, kind, path in reversed(listed)]
+    name = f"{run['run'].name} {run_id[:8]}"
+    return JSONResponse({"run": name, "live": run["status"] == RUNNING, "stages": [s for s in found if s["panels"]]})
 
 
 def stages(output: Path, run: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
+    """The stages of a run, those at work last: name, state, numbers, tables of samples."""
     for stage in run["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
-        sha256, drawn = stage["checkpoint"]["sha256"], curves(directory / METRICS, stage["kind"])
-        facts = {"name": stage["name"], "state": computed_text(stage), "sha256": sha256, "findings": stage["findings"]}
-        yield facts | {"curves": drawn, "tables": tables(directory)}
+        facts = {"name": stage["name"], "state": computed_text(stage), "sha256": stage["checkpoint"]["sha256"]}
+        yield facts | {"numbers": list(numbers(read_metrics(directory / METRICS))), "tables": tables(directory)}
     for directory in working(output, run):
-        facts = {"name": directory.name.rpartition("-")[0], "state": "at work", "sha256": None, "findings": []}
-        yield facts | {"curves": curves(directory / METRICS, None), "tables": tables(directory)}
+        facts = {"name": directory.name.rpartition("-")[0], "state": "at work", "sha256": None}
+        yield facts | {"numbers": list(numbers(read_metrics(directory / METRICS))), "tables": tables(directory)}
 
 
 def working(output: Path, run: dict[str, Any]) -> list[Path]:
@@ -120,28 +178,6 @@ def working(output: Path, run: dict[str, Any]) -> list[Path]:
         began = 0.0
     paths = sorted((output / RECORDS).glob(f"*/{METRICS}"))
     return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
-
-
-def curves(path: Path, kind: str | None) -> list[dict[str, Any]]:
-    """The curves of a stage: those of its kind's panels first. Points are (x, y) of an SVG of WIDTH by HEIGHT."""
-    series = read_metrics(path)
-    known = find_kind(kind) if kind is not None else None
-    first = [name for _, names in known.panels for name in names] if known is not None else []
-    ordered = [*(name for name in first if name in series), *sorted(series.keys() - set(first))]
-    return [_curve(name, series[name]) for name in ordered[:MAX_CURVES]]
-
-
-def _curve(name: str, points: list[tuple[int, float]]) -> dict[str, Any]:
-    points = points[:: max(1, len(points) // MAX_POINTS)] + points[-1:]
-    steps, values = [step for step, _ in points], [v for _, v in points if v == v and abs(v) != float("inf")]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    width, height = max(steps[-1] - steps[0], 1), high - low or 1.0
-    drawn = [
-        f"{(step - steps[0]) / width * WIDTH:.1f},{HEIGHT - 3 - (value - low) / height * (HEIGHT - 6):.1f}"
-        for step, value in points
-        if value == value and abs(value) != float("inf")
-    ]
-    return {"name": name, "points": " ".join(drawn), "first": points[0][1], "last": points[-1][1], "step": steps[-1]}
 
 
 def tables(directory: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class BusyClusterError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Request:
+class AcquireRequest:
     demand: Demand
     kind: type[Workhorse]
     holder: Pingable
@@ -70,7 +70,7 @@ class Acquisition:
         log_dir: log directory of the stage, which identifies it for people.
     """
 
-    def __init__(self, requests: Sequence[Request], runtime: RuntimeConfig, log_dir: Path, run_id: str) -> None:
+    def __init__(self, requests: Sequence[AcquireRequest], runtime: RuntimeConfig, log_dir: Path, run_id: str) -> None:
         self._requests, self._runtime, self._log_dir, self._run_id = requests, runtime, log_dir, run_id
         self._demands = [request.demand for request in requests]
         self._pool = find_worker_pool(run_id)

@@ -22,7 +22,7 @@ from xray_runtime.cluster.heartbeat import CONCURRENCY_GROUP, request_heartbeat
 from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.cluster.pool.liveness import Liveness, answered
 from xray_runtime.cluster.pool.named import NamedActor
-from xray_runtime.cluster.protocols import Method, Pingable, WorkhorseHandle
+from xray_runtime.cluster.protocols import Pingable, RemoteMethod, WorkhorseHandle
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.cores import load
 
@@ -127,13 +127,13 @@ class WorkerPool:
 
 
 class PoolHandle(Protocol):
-    ping: Method[[], None]
-    prestart: Method[..., None]
-    num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]
-    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable, str], list[WorkhorseHandle]]
-    release: Method[[Pingable], None]
-    kill_leased: Method[[Sequence[Pingable]], None]
-    evict_idle: Method[[], int]
+    ping: RemoteMethod[[], None]
+    prestart: RemoteMethod[..., None]
+    num_missing: RemoteMethod[[Mapping[type[Workhorse], int], RuntimeConfig], int]
+    acquire: RemoteMethod[[type[Workhorse], RuntimeConfig, int, Pingable, str], list[WorkhorseHandle]]
+    release: RemoteMethod[[Pingable], None]
+    kill_leased: RemoteMethod[[Sequence[Pingable]], None]
+    evict_idle: RemoteMethod[[], int]
 
 
 _POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, "xray-worker-pool-")

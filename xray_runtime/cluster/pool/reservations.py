@@ -18,7 +18,7 @@ from ray.util.placement_group import remove_placement_group
 
 from xray_runtime.cluster.pool.liveness import Liveness
 from xray_runtime.cluster.pool.named import NamedActor
-from xray_runtime.cluster.protocols import Method, Pingable
+from xray_runtime.cluster.protocols import Pingable, RemoteMethod
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -101,14 +101,14 @@ class Reservations:
 
 
 class ReservationsHandle(Protocol):
-    ping: Method[[], None]
-    is_next: Method[[Ticket], bool]
-    leave: Method[[Ticket], None]
-    grant: Method[[Ticket, Reservation], None]
-    end: Method[[Ticket], None]
-    reserved: Method[[], dict[str, float]]
-    holds: Method[[str], bool]
-    holders: Method[[], list[str]]
+    ping: RemoteMethod[[], None]
+    is_next: RemoteMethod[[Ticket], bool]
+    leave: RemoteMethod[[Ticket], None]
+    grant: RemoteMethod[[Ticket, Reservation], None]
+    end: RemoteMethod[[Ticket], None]
+    reserved: RemoteMethod[[], dict[str, float]]
+    holds: RemoteMethod[[str], bool]
+    holders: RemoteMethod[[], list[str]]
 
 
 _ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, "xray-reservations", detached=True)

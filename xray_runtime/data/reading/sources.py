@@ -32,7 +32,7 @@ CHITCHAT = "chitchat"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RatedConversation:
     """A conversation as alternating turns, with a participant's rating if there is one."""
 
     id: str
@@ -42,7 +42,7 @@ class Conversation:
 
 
 @lru_cache(maxsize=1)
-def chitchat_conversations() -> list[Conversation]:
+def chitchat_conversations() -> list[RatedConversation]:
     """The 7,168 conversations of the chitchat-dataset package, consecutive messages of one person merged."""
     spec = importlib.util.find_spec("chitchat_dataset")
     if spec is None or not spec.submodule_search_locations:
@@ -65,7 +65,7 @@ def chitchat_conversations() -> list[Conversation]:
                     sender = message["sender"]
         given = conversation.get("ratings") or {}
         ratings = {name: int(value) for name, value in given.items() if str(value).isdigit()}
-        conversations.append(Conversation(key, turns, ratings))
+        conversations.append(RatedConversation(key, turns, ratings))
     return conversations
 
 
@@ -136,7 +136,7 @@ def _table(path: Path, source: str, split: str) -> tuple[Any, bool]:
     return data, data.info.builder_name == "json"
 
 
-def chat_pairs(conversation: Conversation, context: int | None) -> Iterator[tuple[Messages, dict[str, Any]]]:
+def chat_pairs(conversation: RatedConversation, context: int | None) -> Iterator[tuple[Messages, dict[str, Any]]]:
     """Every turn but the first as a reply to the up to `context` turns before it (None: all)."""
     for i in range(1, len(conversation.turns)):
         before = conversation.turns[0 if context is None else max(0, i - context) : i]

@@ -22,6 +22,8 @@ class Section(BaseModel):
         strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    gives_rewards: ClassVar[bool] = False
+    """Whether what it configures gives rewards itself, as an environment does."""
     not_in_key: ClassVar[frozenset[str]] = frozenset()
     """Fields that cannot change a result, such as an address; the keys of stages leave them out."""
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from xray_runtime.kernel.config.allowed_imports import check_import
 from xray_runtime.kernel.config.paths import put
-from xray_runtime.kernel.config.section import RuntimeConfig, sections
+from xray_runtime.kernel.config.section import RuntimeConfig, Section, sections
 from xray_runtime.kernel.config.validation import CombinationError, ConfigError, hint, validate_as
 from xray_runtime.kernel.graph.artifacts import Artifact
 from xray_runtime.kernel.graph.binding import Binding, article
@@ -49,7 +49,7 @@ class StageCall:
 
     name: str
     kind: StageKind
-    config: Any
+    config: Section
     seed: int
     parents: dict[str, Handle]
     """Role → input; a role that takes several has `rewards.0`, `rewards.1`, …"""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from xray_runtime.kernel.config.section import Section
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Artifact
 
@@ -69,7 +70,7 @@ class Call(Protocol):
     def kind(self) -> Kind: ...
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Section: ...
 
     @property
     def parents(self) -> Mapping[str, Handle]: ...

@@ -19,9 +19,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
+from typing_extensions import TypeVar
 
 from xray_runtime.kernel.config.section import Section, sections
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
@@ -39,11 +40,19 @@ USES: tuple[str, ...] = ()
 """None of the modules imported by name here: a key digests the code of a kind's body separately."""
 
 
+C = TypeVar("C", bound=Section, default=Any)
+
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Metric → its (step, value) points."""
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
+
+
+class Note(str):
+    """A finding that is no fault, such as the number of rows that were left out."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -97,32 +106,32 @@ class NoInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class StageKind:
+class StageKind(Generic[C]):
     """One kind of stage."""
 
     name: str
-    config: Any
+    config: type[C] | object
     """A `Section`, or an annotated union of sections with a discriminator."""
     inputs: type[Any]
     """A dataclass of artifacts: `Model`, `Model | None` (may be absent), or `list[RewardModel]`."""
     output: type[Artifact]
     body: str | Body
     """A function, or `module:function` if its module has imports that a graph does not need."""
-    models: Callable[[Any], Mapping[str, PlannedModel]] = lambda config: {}
+    models: Callable[[C], Mapping[str, PlannedModel]] = lambda config: {}
     """Name → `engines.roles.ModelRole`; all are open at the same time. The planner knows nothing else of the stage."""
-    base_model: Callable[[Any], Section | str | None] = lambda config: None
+    base_model: Callable[[C], Section | str | None] = lambda config: None
     """The external model that the stage outputs, as sizes or a name. None: the output has the shape of the trained
     model, or of the first input that is a model."""
     computes: bool = True
     """Whether device and number of threads can change the result."""
-    outside: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    outside: Callable[[C], Mapping[str, str]] = lambda config: {}
     """Fields that name files, directories or hub repositories → their values. The key digests their content, not their
     names. `model` is looked up among models, every other field among datasets."""
-    functions: Callable[[Any], Sequence[str]] = lambda config: ()
+    functions: Callable[[C], Sequence[str]] = lambda config: ()
     """Import paths of further functions it calls, beside its sections': the key digests their source."""
-    check: Callable[[Any, Mapping[str, Any]], None] = lambda config, inputs: None
+    check: Callable[[C, Mapping[str, Handle]], None] = lambda config, inputs: None
     """Raises ValueError if config and inputs (role → handle) do not fit together."""
-    shorten: Callable[[Any], Any] = lambda config: config
+    shorten: Callable[[C], C] = lambda config: config
     """The config with one or two steps, for the determinism check."""
     panels: Panels = ()
     """Training curves on the stage's page and in the report."""
@@ -137,11 +146,11 @@ class StageKind:
     title: str = ""
     """Name of its output on the model card."""
 
-    def functions_of(self, config: Section) -> list[str]:
+    def functions_of(self, config: C) -> list[str]:
         """All functions that a stage calls: those of `functions`, and of the sections of its config."""
         return [*self.functions(config), *(name for _, part in sections(config) for name in part.called_functions)]
 
-    def outside_of(self, config: Section) -> dict[str, str]:
+    def outside_of(self, config: C) -> dict[str, str]:
         """All that a stage reads from outside: by `outside`, and by the sections of its config."""
         found = dict(self.outside(config))
         for path, part in sections(config):
@@ -149,7 +158,7 @@ class StageKind:
         return found
 
     @property
-    def sections(self) -> list[type[BaseModel]]:
+    def sections(self) -> list[type[Section]]:
         """Its config section, or the sections of the union."""
         return [self.config] if isinstance(self.config, type) else list(get_args(get_args(self.config)[0]))
 
@@ -189,11 +198,11 @@ class StageKind:
                 found[name] = role.type(paths[name])
         return self.inputs(**found)
 
-    def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
+    def validated(self, values: Mapping[str, Any], where: str = "") -> C:
         """Validate keyword fields. Raises ConfigError: one line with field, value and what is allowed."""
-        return validate_as(self.section(values, where), dict(values), where=where)
+        return cast("C", validate_as(self.section(values, where), dict(values), where=where))
 
-    def section(self, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
+    def section(self, values: Mapping[str, Any], where: str = "") -> type[Section]:
         """The config section that `values` select, by default the first. Raises ConfigError if none has that name."""
         if isinstance(self.config, type):
             return self.config
@@ -255,7 +264,7 @@ _REGISTERED_IN: dict[str, str] = {}
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def register(kind: StageKind, module: str | None = None) -> StageKind:
+def register(kind: StageKind[C], module: str | None = None) -> StageKind[C]:
     """Register a kind.
 
     Args:
@@ -297,7 +306,12 @@ def _name(body: str | Body) -> str:
 
 
 def stage_kind(
-    name: str, *, inputs: type[Any] = NoInputs, config: Any = Section, output: type[Artifact] = Artifact, **facts: Any
+    name: str,
+    *,
+    inputs: type[Any] = NoInputs,
+    config: object = Section,
+    output: type[Artifact] = Artifact,
+    **facts: Any,
 ) -> Callable[[Body], StageKind]:
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
 
@@ -308,6 +322,7 @@ def stage_kind(
     return decorate
 
 
-def config_of(kind: StageKind, data: Mapping[str, Any]) -> Any:
+def config_of(kind: StageKind[C], data: Mapping[str, Any]) -> C:
     """A kind's config from JSON."""
-    return TypeAdapter(kind.config).validate_json(json.dumps(data))
+    config: C = TypeAdapter(cast("type[C]", kind.config)).validate_json(json.dumps(data))
+    return config

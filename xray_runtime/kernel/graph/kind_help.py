@@ -25,7 +25,7 @@ NAMES = {"integer": "whole number", "string": "text", "boolean": "true or false"
 REQUIRED = "required"
 
 
-class Role(Protocol):
+class DescribedRole(Protocol):
     """One input (`kind.Role`)."""
 
     @property
@@ -38,7 +38,7 @@ class Role(Protocol):
     def many(self) -> bool: ...
 
 
-class Kind(Protocol):
+class DescribedKind(Protocol):
     """A stage kind (`kind.StageKind`)."""
 
     @property
@@ -63,7 +63,7 @@ class Kind(Protocol):
     def sections(self) -> list[type[BaseModel]]: ...
 
     @property
-    def roles(self) -> Mapping[str, Role]: ...
+    def roles(self) -> Mapping[str, DescribedRole]: ...
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,21 @@ class FieldHelp:
 class KindAttribute:
     """A lazy attribute of a kind; on the class `StageKind` it is `class_value`."""
 
-    def __init__(self, compute: Callable[[Kind], Any], class_value: Any) -> None:
+    def __init__(self, compute: Callable[[DescribedKind], Any], class_value: Any) -> None:
         self._compute, self._class_value = compute, class_value
 
-    def __get__(self, kind: Kind | None, owner: type[Any]) -> Any:
+    def __get__(self, kind: DescribedKind | None, owner: type[Any]) -> Any:
         return self._class_value if kind is None else self._compute(kind)
 
 
-def help_text(kind: Kind) -> str:
+def help_text(kind: DescribedKind) -> str:
     """Signature, summary, inputs and fields of a kind, for `help()`."""
     inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
     call = f"xray.{kind.name}({', '.join([*inputs, '*', 'name=None', '**fields'])})"
     return f"{call}\n\n{description(kind, kind.sections)}"
 
 
-def description(kind: Kind, sections: Sequence[type[BaseModel]]) -> str:
+def description(kind: DescribedKind, sections: Sequence[type[BaseModel]]) -> str:
     """Summary and inputs of a kind, and the fields of these sections of its config."""
     lines = textwrap.wrap(summary(kind), WIDTH)
     about = meanings(kind.inputs)
@@ -118,7 +118,7 @@ def _entry(name: str, allowed: str, meaning: str) -> list[str]:
     return head + textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
-def signature(kind: Kind) -> inspect.Signature:
+def signature(kind: DescribedKind) -> inspect.Signature:
     """Inputs, then the fields of every section as keywords."""
     parameters = [
         inspect.Parameter(
@@ -139,7 +139,7 @@ def signature(kind: Kind) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def summary(kind: Kind) -> str:
+def summary(kind: DescribedKind) -> str:
     """A kind's purpose and output, from the docstrings of its body and of the body's module."""
     if not isinstance(kind.body, str):
         return " ".join((inspect.getdoc(kind.body) or "").split())
@@ -168,12 +168,12 @@ def meanings(owner: type[Any]) -> dict[str, str]:
     return found
 
 
-def role_text(role: Role, type: str) -> str:
+def role_text(role: DescribedRole, type: str) -> str:
     """Allowed inputs of a role; `type`: the type's displayed name."""
     return f"any number of {type}" if role.many else f"{type}, optional" if role.optional else type
 
 
-def tag(config: Any, section: type[BaseModel]) -> tuple[str, Any] | None:
+def tag(config: object, section: type[BaseModel]) -> tuple[str, Any] | None:
     """(field, value) that selects a section of a union; None if there is no union."""
     if isinstance(config, type):
         return None

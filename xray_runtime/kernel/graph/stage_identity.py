@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from xray_runtime.kernel.config.paths import section
-from xray_runtime.kernel.config.section import RuntimeConfig, sections
+from xray_runtime.kernel.config.section import RuntimeConfig, Section, sections
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
 from xray_runtime.kernel.plugs import Registry
 from xray_runtime.kernel.store.code_digest import Code, code_reached, function_code
@@ -39,7 +39,7 @@ DECLARATIONS = (
 def identify(
     kind: StageKind,
     name: str,
-    config: Any,
+    config: Section,
     seed: int,
     runtime: RuntimeConfig,
     parents: Mapping[str, str],

@@ -28,7 +28,7 @@ from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.recorded_rows import (
     KEYS,
     RECORDED,
-    Row,
+    RecordedRow,
     UserKeys,
     about,
     read_segment,
@@ -136,7 +136,7 @@ class SegmentWriter:
             path.unlink()
         self._remove_expired()
 
-    def write(self, rows: Sequence[Row], lost: Mapping[str, int], about: dict[str, str]) -> None:
+    def write(self, rows: Sequence[RecordedRow], lost: Mapping[str, int], about: dict[str, str]) -> None:
         """Write a segment; it is on disk and signed when this returns. `about`: further metadata of the file."""
         number = self.view.last + 1
         path = self._directory / segment_name(number)

@@ -40,7 +40,7 @@ TYPES = {"int": pa.int64(), "float": pa.float64(), "bool": pa.bool_(), "bytes": 
 
 
 @dataclass(frozen=True)
-class Row:
+class RecordedRow:
     """One answer, or one feedback about an answer."""
 
     kind: Literal["answer", "feedback"]
@@ -71,9 +71,9 @@ class Row:
     """sha256 of the candidate whose canary assigned this request at random; empty: none did."""
 
 
-def feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> Row:
-    """The row of a feedback that comes now; the arguments are fields of a `Row`."""
-    return Row(
+def feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> RecordedRow:
+    """The row of a feedback that comes now; the arguments are fields of a `RecordedRow`."""
+    return RecordedRow(
         kind="feedback",
         id=id,
         answer=answer,
@@ -92,7 +92,7 @@ def feedback_row(id: str, answer: str, user: str, application: str, model: str, 
     )
 
 
-SCHEMA = pa.schema(pa.field(f.name, TYPES.get(str(f.type), pa.string()), nullable=False) for f in fields(Row))
+SCHEMA = pa.schema(pa.field(f.name, TYPES.get(str(f.type), pa.string()), nullable=False) for f in fields(RecordedRow))
 
 
 def segment_name(number: int) -> str:
@@ -100,7 +100,7 @@ def segment_name(number: int) -> str:
     return f"{number:0{DIGITS}d}.parquet"
 
 
-def segment_bytes(number: int, rows: Iterable[Row], about: dict[str, str]) -> bytes:
+def segment_bytes(number: int, rows: Iterable[RecordedRow], about: dict[str, str]) -> bytes:
     """A segment's file, with further metadata. Equal rows give equal bytes."""
     columns = [asdict(row) for row in rows]
     table = pa.Table.from_pylist(columns, schema=SCHEMA.with_metadata({"segment": str(number), **about}))

@@ -13,8 +13,10 @@ from markupsafe import Markup, escape
 
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
+from xray_runtime.kernel.report.cards import cards
 from xray_runtime.kernel.report.evaluations import SideBySide, figure
 from xray_runtime.kernel.report.figures import FIGURE, StageRecord, parse_metrics, training_figure
+from xray_runtime.kernel.report.layout import lineage_graph
 from xray_runtime.kernel.report.rendering import computed_text, run_text, template
 
 if TYPE_CHECKING:
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
 
 Read = Callable[[Path], bytes | None]
 """The bytes of a file; None where there is none that may be shown."""
-MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
-MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
-"""Longest name in a box; the pointer shows the whole name."""
 
 
 def read_file(path: Path) -> bytes | None:
@@ -61,6 +60,7 @@ def write_report(
         ended=run_text(lifecycle),
         computed=[computed_text(stage) for stage in lifecycle["stages"]],
         address=lifecycle["mlflow_page"] if lifecycle["mlflow_page"].startswith("http") else None,
+        cards=cards(lifecycle["evaluation"]) if lifecycle["evaluation"] else [],
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
         figures=[(name, figure) for name, figure in drawn if figure],
@@ -115,55 +115,3 @@ def svg(figure: Figure) -> Markup:
     # The header before the element is only for a file of its own.
     text = buffer.getvalue()
     return Markup(text[text.index("<svg") :])
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 13]}…{name[-12:]}"
-
-
-def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Positions of boxes and arrows: each stage is right of its parents.
-
-    Returns {"width", "height", "nodes": [{"x", "y", "name", "sha", "cached"}], "edges": [SVG path]}.
-    """
-    by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
-    parents = [[by_sha[p] for p in stage["parents"] if p in by_sha] for stage in stages]
-    names = [_shortened(stage["name"]) for stage in stages]
-    node_width = max([MIN_NODE_WIDTH, *(24 + CHAR_WIDTH * len(name) for name in names)])
-    depth: list[int] = []
-    rows: dict[int, int] = {}
-    nodes = []
-    for i, stage in enumerate(stages):
-        depth.append(1 + max((depth[p] for p in parents[i] if p < i), default=-1))
-        row = rows.get(depth[i], 0)
-        rows[depth[i]] = row + 1
-        nodes.append(
-            {
-                "x": 4 + depth[i] * (node_width + GAP_X),
-                "y": 4 + row * (NODE_HEIGHT + GAP_Y) + 12 * (depth[i] % 2),
-                "name": names[i],
-                "title": stage["name"],
-                "sha": stage["checkpoint"]["sha256"][:12],
-                "cached": stage["cached"],
-            }
-        )
-    edges = []
-    lowest = 0.0
-    for i, of in enumerate(parents):
-        for p in of:
-            x1, y1 = nodes[p]["x"] + node_width, nodes[p]["y"] + NODE_HEIGHT / 2
-            x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
-            bend = max((x2 - x1) / 2, 12)
-            # An arrow over several columns passes below the boxes between.
-            sag = 22 * max(depth[i] - depth[p] - 1, 0) + (12 if depth[i] - depth[p] > 1 else 0)
-            # A cubic curve reaches three quarters of the way to its control points.
-            lowest = max(lowest, max(y1, y2) + 0.75 * sag)
-            edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
-    return {
-        "width": max(n["x"] for n in nodes) + node_width + 8 if nodes else 0,
-        "height": max(lowest, *(n["y"] + NODE_HEIGHT for n in nodes)) + 8 if nodes else 0,
-        "nodes": nodes,
-        "edges": edges,
-        "node_width": node_width,
-        "node_height": NODE_HEIGHT,
-    }

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.kernel.report.names import title
+
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
@@ -33,7 +35,8 @@ def _environment(folders: tuple[Path, ...]) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"code": _code, "number": _number, "plain": _plain}
+    environment.filters |= {"code": _code, "number": _number, "plain": _plain, "named": title}
+    environment.filters |= {"amount": _amount, "duration": duration}
     return environment
 
 
@@ -45,6 +48,19 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 def _number(value: float | str | None) -> str:
     return "–" if value is None or value != value else value if isinstance(value, str) else f"{value:+.3f}"
+
+
+def _amount(value: float) -> str:
+    """A number without a sign: counts whole, others to four digits."""
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: `48 s`, `12 min`, `3 h 5 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _code(text: str) -> str:

@@ -40,7 +40,9 @@ OnProgress = Callable[[str, int, int, str, str], None]
 """(stage, done, total, unit, note)."""
 
 PROGRESS_SECONDS = 0.2
-METRICS, ATTEMPTS = "metrics.jsonl", "attempts"
+METRICS, ATTEMPTS, PROGRESS = "metrics.jsonl", "attempts", "progress.json"
+PROGRESS_FILE_SECONDS = 3.0
+"""How often a stage writes `PROGRESS`, for pages that show how much is left; it goes when the stage ends."""
 MAX_METRICS_BYTES = 2**30
 RECORDS = "records"
 
@@ -117,11 +119,25 @@ class StageRecorder:
         self._open_mirror, self._mirrored = mirror, 0
         self._mirror: Mirror | None = None
         self._reported = 0.0
+        self._phase: tuple[int, str, int] = (0, "", 0)
+        """Total and unit of what the stage does now, and the time when that began, in ms."""
+        self._shown = 0.0
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
         if time.monotonic() - self._reported >= PROGRESS_SECONDS or done == total:
             self._reported = time.monotonic()
             self._on_progress(self._stage, done, total, unit, note)
+            self._show_progress(done, total, unit)
+
+    def _show_progress(self, done: int, total: int, unit: str) -> None:
+        now = int(time.time() * 1000)
+        if self._phase[:2] != (total, unit):
+            self._phase = total, unit, now
+        elif self._reported - self._shown < PROGRESS_FILE_SECONDS:
+            return
+        self._shown = self._reported
+        text = json.dumps({"done": done, "total": total, "unit": unit, "began_ms": self._phase[2], "at_ms": now})
+        write_atomic(self._directory / PROGRESS, text.encode())
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._snapshots.check()
@@ -156,7 +172,7 @@ class StageRecorder:
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
-            log.warning("%s: nobody can be asked: the run has no Prefect page", self._stage)
+            log.warning("%s: there is no Prefect page on which a person could answer", self._stage)
             return None
         return self._ask(question)
 
@@ -254,6 +270,7 @@ class StageRecorder:
         if self._mirror is not None:
             self._mirror.close()
         self._metrics.close()
+        (self._directory / PROGRESS).unlink(missing_ok=True)
 
     def _secure(self) -> None:
         """Flush the metrics to disk."""

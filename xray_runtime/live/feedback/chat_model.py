@@ -123,7 +123,7 @@ class ChatModel:
         yield text[len(sent) :]
 
 
-class BatchSampler:
+class PromptSampler:
     """A model in memory that answers many prompts, each with its own seed."""
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:

@@ -20,7 +20,7 @@ from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore, require_language_model
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.live.feedback.chat_model import BatchSampler, PromptLimits, fitting
+from xray_runtime.live.feedback.chat_model import PromptLimits, PromptSampler, fitting
 from xray_runtime.live.feedback.judgements import Question, tally
 from xray_runtime.live.feedback.session import PromptSource, Session, Setup
 from xray_runtime.methods.lifecycle import LifecycleConfig
@@ -165,12 +165,12 @@ def _of_file(path: Path) -> list[Messages]:
     return list({prompt_text(prompt): prompt for prompt in prompts}.values())
 
 
-class ReplySampler:
+class PairSampler:
     """Lets both models answer in a thread of `pool`; they are loaded when the first answer is needed."""
 
     def __init__(self, comparison: ReplyComparison, session: Session, pool: ThreadPoolExecutor) -> None:
         self._comparison, self._session, self._pool = comparison, session, pool
-        self._models: list[BatchSampler] = []
+        self._models: list[PromptSampler] = []
 
     def submit(self, prompts: list[Messages]) -> Future[None]:
         """Add these questions to the session, in order; the future is done when they are there."""
@@ -180,7 +180,7 @@ class ReplySampler:
         comparison, first = self._comparison, len(self._session.questions)
         if not self._models:
             pairs = zip(comparison.models, comparison.limits, strict=True)
-            self._models = [BatchSampler(node.directory, limits, comparison.device) for node, limits in pairs]
+            self._models = [PromptSampler(node.directory, limits, comparison.device) for node, limits in pairs]
         numbers = range(first, first + len(prompts))
         seeds = [derive_seed(comparison.setup.seed, "compare", "sample", number) for number in numbers]
         a, b = (model.answers(prompts, seeds) for model in self._models)

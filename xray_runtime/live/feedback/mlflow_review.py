@@ -25,7 +25,7 @@ from xray_runtime.kernel.tracking.traces import TRACE, AnswerTraces, Assessment,
 from xray_runtime.live.feedback.answers import SIGNALS, parse_feedback
 from xray_runtime.live.feedback.collection import sound_chain
 from xray_runtime.live.feedback.dataset import require_tracking
-from xray_runtime.live.feedback.recorded_review import RecordedAnswer, answer_of, prompt_of
+from xray_runtime.live.feedback.recorded_review import ReviewedAnswer, answer_of, prompt_of
 from xray_runtime.live.serving.config import ReviewsConfig
 
 FIELDS = ("messages", "input", "instructions", "prompt", "tools")
@@ -33,7 +33,7 @@ FIELDS = ("messages", "input", "instructions", "prompt", "tools")
 MAX_OF_ANSWER = 20
 """Most feedback about one answer, as the API takes."""
 
-Take = Callable[[Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]], None]
+Take = Callable[[Sequence[tuple[ReviewedAnswer, str, dict[str, Any]]]], None]
 """Keeps feedback: (answer, name of the judge, signals)."""
 
 
@@ -161,7 +161,7 @@ class _Synchronization:
             signals = self._new_signals(trace, each)
             if signals is not None and counts[each.judge] < self._config.most_of_one:
                 counts[each.judge] += 1
-                answer = RecordedAnswer(row["id"], row["model"], answer_of(row["texts"]), row["user"])
+                answer = ReviewedAnswer(row["id"], row["model"], answer_of(row["texts"]), row["user"])
                 new.append((answer, each.judge, signals))
             elif signals is not None:
                 self.result.waiting += 1

@@ -27,7 +27,7 @@ SINGLE_KEYS = {"1": "good", "b": "bad"}
 
 
 @dataclass(frozen=True)
-class RecordedAnswer:
+class ReviewedAnswer:
     id: str
     model: str
     """sha256."""
@@ -41,7 +41,7 @@ class RecordedQuestion:
     """One or two answers to a prompt, in the order in which the judge sees them."""
 
     prompt: str
-    answers: tuple[RecordedAnswer, ...]
+    answers: tuple[ReviewedAnswer, ...]
 
     @property
     def id(self) -> str:
@@ -67,12 +67,12 @@ def recorded_questions(output: Path, judge: str) -> list[RecordedQuestion]:
     except (ValueError, OSError) as error:
         raise ConfigError(f"--output: {error}; see `xray recorded`") from None
     judged = {row["answer"] for row in rows if row["kind"] == "feedback" and row["user"] == name}
-    by_prompt: dict[str, list[RecordedAnswer]] = {}
+    by_prompt: dict[str, list[ReviewedAnswer]] = {}
     for row in rows:
         if row["kind"] == "answer" and row["texts"] is not None and not row["application"] and row["complete"]:
             prompt, text = prompt_of(row["texts"]), answer_of(row["texts"])
             if prompt and text:
-                by_prompt.setdefault(prompt, []).append(RecordedAnswer(row["id"], row["model"], text, row["user"]))
+                by_prompt.setdefault(prompt, []).append(ReviewedAnswer(row["id"], row["model"], text, row["user"]))
     questions = []
     for prompt, answers in by_prompt.items():
         for pair in _pairs(answers):
@@ -82,7 +82,7 @@ def recorded_questions(output: Path, judge: str) -> list[RecordedQuestion]:
     return questions
 
 
-def _pairs(answers: Sequence[RecordedAnswer]) -> list[list[RecordedAnswer]]:
+def _pairs(answers: Sequence[ReviewedAnswer]) -> list[list[ReviewedAnswer]]:
     """Each answer beside the next that says something else, or alone."""
     distinct = list({answer.text: answer for answer in answers}.values())
     return [distinct[i : i + 2] for i in range(0, len(distinct), 2)]
@@ -115,12 +115,12 @@ def _plain(content: Any) -> str:
 
 def signals_of(
     question: RecordedQuestion, key: str, correction: str | None
-) -> list[tuple[RecordedAnswer, dict[str, Any]]]:
+) -> list[tuple[ReviewedAnswer, dict[str, Any]]]:
     """A verdict as feedback, by answer. Raises ConfigError for a key that is not allowed here."""
     if key not in question.keys:
         raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(question.keys)}")
     first, last = question.answers[0], question.answers[-1]
-    signals: dict[RecordedAnswer, dict[str, Any]] = {}
+    signals: dict[ReviewedAnswer, dict[str, Any]] = {}
     if first is last:
         signals[first] = {"thumb": "up" if key == "1" else "down"}
     elif key in ("1", "2"):
@@ -137,7 +137,7 @@ def signals_of(
 
 
 def keep_feedback(
-    output: Path, application: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]
+    output: Path, application: str, feedback: Sequence[tuple[ReviewedAnswer, str, dict[str, Any]]]
 ) -> None:
     """Write feedback into the signed store; it is on disk when this returns.
 

@@ -17,7 +17,7 @@ from xray_runtime.live.serving import NotServedError
 from xray_runtime.live.serving.canary_metrics import CanaryState
 from xray_runtime.live.serving.choice import ModelChoice, require_sound
 from xray_runtime.live.serving.replica import ServedModel
-from xray_runtime.live.serving.server import Server
+from xray_runtime.live.serving.server import ModelServer
 
 CHECK_SECONDS = 5.0
 
@@ -35,7 +35,7 @@ class CanaryFollower:
 
     def __init__(
         self,
-        server: Server,
+        server: ModelServer,
         store: LineageStore,
         name: str,
         load: Callable[[ModelChoice], ServedModel],

@@ -32,7 +32,7 @@ class Exchange:
     prompt_tokens: int
     reply_tokens: int
     canary: str = ""
-    """As in `kernel.history.recorded_rows.Row`."""
+    """As in `kernel.history.recorded_rows.RecordedRow`."""
 
     @property
     def size(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.kernel.history.recorded import ChainView
-from xray_runtime.kernel.history.recorded_rows import RECORDED, Row, read_segment, segment_name
+from xray_runtime.kernel.history.recorded_rows import RECORDED, RecordedRow, read_segment, segment_name
 
 MAX_ANSWERS = 200_000
 """Feedback is taken about this number of last answers."""
@@ -53,7 +53,7 @@ class RecordedIndex:
             if row["answer"] in self.answers:
                 self.answers[row["answer"]].num_feedback += 1
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: RecordedRow) -> None:
         """As `add`, for a row that is not on disk yet."""
         self.add([{name: getattr(row, name) for name in COLUMNS}])
 

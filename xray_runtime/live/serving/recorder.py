@@ -27,7 +27,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.cores import give_way
 from xray_runtime.kernel.errors import error_summary
 from xray_runtime.kernel.history.recorded import SegmentWriter
-from xray_runtime.kernel.history.recorded_rows import KEYS, RECORDED, Row, UserKeys, about, feedback_row
+from xray_runtime.kernel.history.recorded_rows import KEYS, RECORDED, RecordedRow, UserKeys, about, feedback_row
 from xray_runtime.kernel.processes import LOW_PRIORITY, redirect_output
 from xray_runtime.live.feedback.answers import HourlyLimit, parse_feedback
 from xray_runtime.live.serving import NotServedError
@@ -90,7 +90,7 @@ class AnswerRecorder:
         self._feedback_limit = HourlyLimit(config.feedback_per_hour)
         self._writer: SegmentWriter | None = None
         self._index = RecordedIndex()
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, RecordedRow] = {}
         self._lost = Counter[str]()
         self._hurry = asyncio.Event()
         self._flushing: asyncio.Task[None] | None = None
@@ -152,7 +152,7 @@ class AnswerRecorder:
         redacted = self._redacted(texts)
         if redacted is None:
             return "redacted"
-        row = Row(
+        row = RecordedRow(
             kind="answer",
             id=exchange.id,
             answer=exchange.id,
@@ -173,7 +173,7 @@ class AnswerRecorder:
         self._add(row)
         return None
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: RecordedRow) -> None:
         self._rows[row.id] = row
         self._index.add_row(row)
 
@@ -266,7 +266,7 @@ class AnswerRecorder:
         for row in rows:
             del self._rows[row.id]
 
-    def _write(self, writer: SegmentWriter, rows: list[Row], lost: Mapping[str, int]) -> None:
+    def _write(self, writer: SegmentWriter, rows: list[RecordedRow], lost: Mapping[str, int]) -> None:
         if rows or lost:
             writer.write(rows, lost, self._about)
         now = time.monotonic()

@@ -39,7 +39,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 """Wait before a replica is replaced: doubled for each replacement in a row."""
 
 
-class Server:
+class ModelServer:
     """Ray must be up.
 
     Args:
@@ -196,7 +196,7 @@ class _Lifetime:
         address: where it listens; None while it loads.
     """
 
-    def __init__(self, model: ServedModel, server: Server) -> None:
+    def __init__(self, model: ServedModel, server: ModelServer) -> None:
         self._model, self._server, self._wait_s = model, server, FIRST_WAIT_S
         self._start()
 

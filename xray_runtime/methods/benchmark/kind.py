@@ -8,6 +8,7 @@ from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.graph.artifacts import Benchmark, Dataset, Model
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.benchmark.config import (
     BenchmarkConfig,
@@ -47,7 +48,7 @@ def _fewer_rows(config: PerplexitySuite | SampledSuite) -> PerplexitySuite | Sam
     return config.model_copy(update={"num_prompts": min(config.num_prompts, FEW_PROMPTS)})
 
 
-def check_benchmark(config: SideConfig, inputs: Mapping[str, Any]) -> None:
+def check_benchmark(config: SideConfig, inputs: Mapping[str, Handle]) -> None:
     call = inputs["prompts"].call
     data = call.config if call is not None else None
     if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:

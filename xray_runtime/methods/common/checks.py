@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar, cast
 
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.methods.best_of_n.config import GroupsConfig
 from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
@@ -19,11 +20,13 @@ FEW_PROMPTS = 16
 """Size of a stage that is shortened for the determinism check."""
 
 
+Sampled = TypeVar("Sampled", bound=GroupsConfig | EvaluationConfig)
+
 ALL_PROMPTS = 1024
 """Number of prompts to plan for if a stage uses all prompts of a dataset."""
 
 
-def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:
+def dataset_config(inputs: Mapping[str, Handle]) -> DataConfig | None:
     """The config of the dataset that supplies prompts; None if it is an existing checkpoint."""
     handle = inputs.get("prompts", inputs.get("data"))
     config = handle.call.config if handle is not None and handle.call is not None else None
@@ -35,11 +38,13 @@ def num_samples(config: GroupsConfig) -> int:
     return config.samples * (config.num_prompts or ALL_PROMPTS)
 
 
-def fewer_prompts(config: Any) -> Any:
-    return config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
+def fewer_prompts(config: Sampled) -> Sampled:
+    return cast(
+        "Sampled", config.model_copy(update={"num_prompts": min(config.num_prompts or FEW_PROMPTS, FEW_PROMPTS)})
+    )
 
 
-def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
+def check_rewards(config: JudgingConfig, inputs: Mapping[str, Handle]) -> None:
     if environment_of(config) is not None:
         check_terms(config, inputs)
         return
@@ -50,13 +55,13 @@ def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     check_terms(config, inputs)
 
 
-def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> None:
+def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> None:
     check_terms(config, inputs)
     check_terms(config, inputs, "judges")
     check_judges(config, inputs)
 
 
-def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
+def check_terms(config: JudgingConfig, inputs: Mapping[str, Handle], where: str = "rewards") -> None:
     data = dataset_config(inputs)
     is_agent = isinstance(environment_of(config), AgentConfig)
     # Validations and evaluations sample one reply per prompt.
@@ -80,7 +85,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
                 )
 
 
-def check_validation(config: PPOConfig | SFTConfig, dataset: Any) -> None:
+def check_validation(config: PPOConfig | SFTConfig, dataset: Handle) -> None:
     data = dataset.call.config if dataset.call is not None else None
     if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
         raise ValueError("validation: is not allowed: the dataset has no validation rows; set its validation_fraction")

@@ -30,6 +30,7 @@ def _importable(path: str) -> str:
 
 
 class _Played(Section):
+    gives_rewards = True
     source: ClassVar[str]
     """The name in `EPISODE_SOURCES` of the source that plays its episodes."""
 

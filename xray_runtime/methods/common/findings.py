@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
-from xray_runtime.kernel.graph.kind import Series
+from xray_runtime.kernel.graph.kind import Note, Series
 
 SAME = 1e-9
 """Rewards with a smaller deviation count as equal."""
@@ -46,7 +46,7 @@ def base_findings(series: Series) -> list[str]:
     """Pretrained models: number of tensors and tokens that are not needed."""
     count = _counts(series, "base/").get("left_out", 0)
     return (
-        [f"left out {count:,} tensors or tokens that the model does not need; left_out.json lists them"]
+        [Note(f"left out {count:,} tensors or tokens that the model does not need; left_out.json lists them")]
         if count
         else []
     )
@@ -60,10 +60,10 @@ def data_findings(series: Series) -> list[str]:
     for reason, why in ROWS.items():
         if counts.get(f"dropped_{reason}"):
             found.append(f"{counts[f'dropped_{reason}']:,} of {counts['read_records']:,} rows {why}")
-    dropped = [f"{'; '.join(found)}; {LISTED}"] if found else []
+    dropped: list[str] = [Note(f"{'; '.join(found)}; {LISTED}")] if found else []
     alone = counts.get("prompts_without_reply", 0)
     if alone:
-        dropped.append(f"{alone:,} of {counts['read_pairs']:,} prompts have no reply: sft leaves them out")
+        dropped.append(Note(f"{alone:,} of {counts['read_pairs']:,} prompts have no reply: sft leaves them out"))
     return dropped + _unread(counts)
 
 
@@ -71,7 +71,7 @@ def preferences_findings(series: Series) -> list[str]:
     """Preference pairs: number of dropped pairs, by reason."""
     counts = _counts(series, "preferences/")
     total, reasons = _dropped(counts)
-    dropped = [f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}"] if total else []
+    dropped: list[str] = [Note(f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}")] if total else []
     return dropped + _unread(counts)
 
 
@@ -83,7 +83,7 @@ def _unread(counts: Mapping[str, int]) -> list[str]:
         most = sorted(named.items(), key=lambda item: (-item[1], item[0]))
         if most:
             found.append(f"{what.replace('_', ' ')}: {', '.join(f'{name} {count:,}' for name, count in most)}")
-    return ["; ".join(found)] if found else []
+    return [Note("; ".join(found))] if found else []
 
 
 def sft_findings(series: Series) -> list[str]:
@@ -92,11 +92,12 @@ def sft_findings(series: Series) -> list[str]:
     prompts, replies = (counts.get(f"dropped_{which}_too_long", 0) for which in ("prompt", "reply"))
     if not prompts + replies:
         return []
-    return [
+    text = (
         f"dropped {prompts + replies:,} of {counts['pairs'] + prompts + replies:,} replies: {prompts:,} behind more "
         f"than {counts['max_prompt_tokens']:,} tokens (data.max_prompt_tokens), {replies:,} of more than "
         f"{counts['max_response_tokens']:,} (sft.max_response_tokens); {LISTED}"
-    ]
+    )
+    return [Note(text)]
 
 
 def pairs_findings(series: Series) -> list[str]:
@@ -104,7 +105,8 @@ def pairs_findings(series: Series) -> list[str]:
     counts = _counts(series, "lengths/")
     if not counts.get("too_long"):
         return []
-    return [f"dropped {counts['too_long']:,} pairs longer than the model's context of {counts['max_tokens']:,} tokens"]
+    text = f"dropped {counts['too_long']:,} pairs longer than the model's context of {counts['max_tokens']:,} tokens"
+    return [Note(text)]
 
 
 def prompt_findings(series: Series) -> list[str]:
@@ -112,10 +114,11 @@ def prompt_findings(series: Series) -> list[str]:
     counts = _counts(series, "prompts/")
     if not counts.get("too_long"):
         return []
-    return [
+    text = (
         f"left out {counts['too_long']:,} rows with prompts of more than {counts['max_tokens']:,} tokens "
         f"(data.max_prompt_tokens); {counts['different']:,} distinct prompts remain"
-    ]
+    )
+    return [Note(text)]
 
 
 def _counts(series: Series, group: str) -> dict[str, int]:

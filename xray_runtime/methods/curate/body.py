@@ -25,7 +25,7 @@ from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.kernel.graph.artifacts import DEMONSTRATIONS, FEEDBACK, HELDOUT_OF, JUDGED_PAIRS, PEOPLE, VERDICTS
 from xray_runtime.methods.common.results import write_json
 from xray_runtime.methods.curate.config import CurateConfig
-from xray_runtime.methods.curate.curation import Curated, curate
+from xray_runtime.methods.curate.curation import CuratedRows, curate
 from xray_runtime.methods.curate.signals import Signal, from_feedback, from_verdicts
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def read_gold(path: str) -> dict[tuple[str, ...], str]:
     return gold
 
 
-def _write(out: Path, found: Curated) -> None:
+def _write(out: Path, found: CuratedRows) -> None:
     # A label of one reply has the verdict up or down, and no b.
     verdicts = [
         {"id": r.id, "prompt": r.prompt, "a": r.a, "b": r.b, "verdict": r.label, "judge": "+".join(r.people)}
@@ -132,7 +132,7 @@ def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
 
 
-def _stats(found: Curated, judgements: int, dropped: Counter[str]) -> dict[str, Any]:
+def _stats(found: CuratedRows, judgements: int, dropped: Counter[str]) -> dict[str, Any]:
     kinds = {"pairs": found.pairs, "labels": found.labels, "demonstrations": found.demonstrations}
     counts = {
         f"{name}_{side}": sum(r.side == side for r in rows)
@@ -146,7 +146,7 @@ def _stats(found: Curated, judgements: int, dropped: Counter[str]) -> dict[str, 
     return counts | shares | {f"alpha_{kind}s": alpha for kind, alpha in found.agreement.items()} | {"held": found.held}
 
 
-def _show(recorder: Recorder, found: Curated, stats: dict[str, Any], dropped: Counter[str]) -> None:
+def _show(recorder: Recorder, found: CuratedRows, stats: dict[str, Any], dropped: Counter[str]) -> None:
     numbers = {f"curate/{name}": float(value) for name, value in stats.items() if isinstance(value, int | float)}
     recorder.metrics(numbers, step=0)
     recorder.table("curate_dropped", ["reason", "rows"], [[reason, n] for reason, n in sorted(dropped.items())])

@@ -30,7 +30,7 @@ USERS, CONVERSATIONS = "flywheel users", "flywheel conversations"
 """Seed the two halves of the split."""
 
 
-class Row(NamedTuple):
+class CuratedRow(NamedTuple):
     """A row to train on; `a` and `b` as in a verdict, `b` is empty for labels and demonstrations."""
 
     id: str
@@ -48,14 +48,14 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Curated:
+class CuratedRows:
     """The rows, and what was found on the way."""
 
-    pairs: list[Row] = field(default_factory=list)
+    pairs: list[CuratedRow] = field(default_factory=list)
     """`a` is preferred."""
-    labels: list[Row] = field(default_factory=list)
+    labels: list[CuratedRow] = field(default_factory=list)
     """`label`: up, down, or one of a verdict."""
-    demonstrations: list[Row] = field(default_factory=list)
+    demonstrations: list[CuratedRow] = field(default_factory=list)
     disagreements: list[dict[str, Any]] = field(default_factory=list)
     judges: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Judge → numbers of their judgements, and why they are left out."""
@@ -67,10 +67,10 @@ class Curated:
     """Why the last cycle is held for a person."""
 
 
-def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> Curated:
+def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> CuratedRows:
     """Apply all rules to the signals of all cycles, the oldest first. `drop` is called for every signal and row that is
     left out; `seed` is of the split."""
-    found = Curated()
+    found = CuratedRows()
     latest = _counted_once(signals, config.near_duplicate, gold, drop)
     units = by_unit(latest)
     found.agreement = {kind: alpha_of(units, kind) for kind in ("rating", "verdict")}
@@ -200,7 +200,7 @@ def _drop_all(signals: Iterable[Signal], reason: str, drop: Drop) -> None:
         drop(reason, signal.id)
 
 
-def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, found: Curated, drop: Drop) -> None:
+def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, found: CuratedRows, drop: Drop) -> None:
     """Fill `found` with a row for each unit whose judges agree."""
     for side, votes in sides:
         if votes[0].unit[0] in ("better", "correction"):
@@ -226,17 +226,17 @@ def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, foun
     found.pairs += _pairs_of_ratings(found.labels)
 
 
-def _row(side: Side, votes: Sequence[Signal], label: str) -> Row:
+def _row(side: Side, votes: Sequence[Signal], label: str) -> CuratedRow:
     first = votes[0]
     people = tuple(sorted({signal.judge for signal in votes}))
     cycle = max(signal.cycle for signal in votes)
     sent = tuple(sorted({signal.application for signal in votes} - {""}))
-    return Row(first.id, cycle, side, first.prompt, first.reply, first.other, label, people, first.asker, sent)
+    return CuratedRow(first.id, cycle, side, first.prompt, first.reply, first.other, label, people, first.asker, sent)
 
 
-def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
+def _pairs_of_ratings(labels: Iterable[CuratedRow]) -> list[CuratedRow]:
     """A good reply with a bad one to the same prompt, each in one pair at most."""
-    rated: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: {"up": [], "down": []})
+    rated: dict[tuple[str, str], dict[str, list[CuratedRow]]] = defaultdict(lambda: {"up": [], "down": []})
     for row in labels:
         if row.label in RATINGS:
             rated[row.side, prompt_text(row.prompt)][row.label].append(row)
@@ -251,9 +251,9 @@ def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
     return pairs
 
 
-def _within_shares(found: Curated, kind: str, config: CurateConfig, drop: Drop) -> list[Row]:
+def _within_shares(found: CuratedRows, kind: str, config: CurateConfig, drop: Drop) -> list[CuratedRow]:
     """The rows of a kind within both limits; rows that one limit drops can break the other, so both are repeated."""
-    rows: list[Row] = getattr(found, kind)
+    rows: list[CuratedRow] = getattr(found, kind)
     num_before = -1
     while len(rows) != num_before:
         num_before = len(rows)
@@ -263,22 +263,22 @@ def _within_shares(found: Curated, kind: str, config: CurateConfig, drop: Drop) 
 
 
 def capped(
-    rows: Sequence[Row], most: float | None, drop: Drop, by: Literal["people", "applications"] = "people"
-) -> tuple[list[Row], float]:
+    rows: Sequence[CuratedRow], most: float | None, drop: Drop, by: Literal["people", "applications"] = "people"
+) -> tuple[list[CuratedRow], float]:
     """(the rows without those by which a person, or an application, has more than the share `most` of what a cycle
     trains on, the largest share left). Held-out rows train nothing and stay.
 
     A row of k people counts 1/k for each. The rows that go are a person's last ones; all of a cycle go where it has
     fewer than 1 / `most` people.
     """
-    cycles: dict[int, list[Row]] = defaultdict(list)
+    cycles: dict[int, list[CuratedRow]] = defaultdict(list)
     kept = [row for row in rows if row.side == "heldout"]
     for row in rows:
         if row.side == "train":
             cycles[row.cycle].append(row)
     largest = 0.0
     reason = "over_a_persons_share" if by == "people" else "over_an_applications_share"
-    sources: Callable[[Row], tuple[str, ...]] = attrgetter(by)
+    sources: Callable[[CuratedRow], tuple[str, ...]] = attrgetter(by)
     for of_cycle in cycles.values():
         remaining = of_cycle if most is None else within_share(of_cycle, most, sources)
         ids = {row.id for row in remaining}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from xray_runtime.kernel.config.section import Section
 from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Dataset, Feedback, Judgements
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.curate.config import CurateConfig, RecordedPromptsConfig
 
@@ -32,7 +32,7 @@ class RecordedPromptsInputs:
     """Datasets and preferences that the models were trained on: prompts in their training part are left out."""
 
 
-def check_curate(config: CurateConfig, inputs: Mapping[str, Any]) -> None:
+def check_curate(config: CurateConfig, inputs: Mapping[str, Handle]) -> None:
     if not {role.partition(".")[0] for role in inputs} & {"feedback", "verdicts"}:
         raise ValueError("feedback: is required unless verdicts are given")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, trained
 from xray_runtime.kernel.graph.artifacts import Model, Preferences
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.findings import pairs_findings
 from xray_runtime.methods.dpo.config import DPOConfig
@@ -26,7 +27,7 @@ def dpo_models(config: DPOConfig) -> dict[str, ModelRole]:
     return {"policy": trained(config, "policy", **pairs)}
 
 
-def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
+def check_dpo(config: DPOConfig, inputs: Mapping[str, Handle]) -> None:
     if not config.has_reference and "reference" in inputs:
         raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which does not use one")
 

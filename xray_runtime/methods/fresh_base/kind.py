@@ -14,7 +14,7 @@ class FreshBaseInputs:
     data: Dataset
 
 
-FRESH_BASE = register(
+FRESH_BASE: StageKind[FreshBase] = register(
     StageKind(
         "fresh_base",
         FreshBase,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from xray_runtime.engines.roles import trained
 from xray_runtime.kernel.graph.artifacts import Dataset, Judgements, Model, Preferences
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.findings import pairs_findings
 from xray_runtime.methods.kto.config import KTOConfig
@@ -25,7 +25,7 @@ class KTOInputs:
     reference: Model | None = None
 
 
-def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
+def check_kto(config: KTOConfig, inputs: Mapping[str, Handle]) -> None:
     if not {"preferences", "verdicts"} & set(inputs):
         raise ValueError("preferences: is required unless verdicts are given")
     if "verdicts" in inputs and "data" not in inputs:

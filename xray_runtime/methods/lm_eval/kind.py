@@ -10,6 +10,7 @@ from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.graph.artifacts import Benchmark, Model
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import FEW_PROMPTS
 from xray_runtime.methods.lm_eval.config import LMEvalConfig
@@ -21,7 +22,7 @@ class LMEvalInputs:
     policy: Model
 
 
-def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
+def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Handle]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
     directory = Path(config.task)

@@ -39,17 +39,18 @@ from xray_runtime.methods.common.sampling.episode_source import (
     in_flight_of,
     open_episodes,
 )
-from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
+from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
+from xray_runtime.methods.ppo.curriculum import PromptOrder
 from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function, weight_function
 from xray_runtime.methods.ppo.rollouts import Rollouts
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
@@ -85,6 +86,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 validated = loop.validation.score(loop.models, validation_replies, iteration)
                 scored = loop.scorer.score(rollout, iteration)
             scored = _without_ties(loop, scored, iteration, clock)
+            loop.order.record(*scored.rewards_by_prompt(loop.rewards.weights))
             with clock.phase("score"):
                 rewards, experience = loop.experience(scored)
             with clock.phase("update"):
@@ -99,6 +101,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
             metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout)
+            metrics |= loop.order.metrics()
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
@@ -118,10 +121,11 @@ class _Loop:
     tokenizer: Tokenizer
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
+    order: PromptOrder
     episodes: EpisodeSampler | None
     rollouts: Rollouts
     rewards: RewardSources
-    scorer: Scorer
+    scorer: RolloutScorer
     estimator: AdvantageEstimator | None
     updater: Updater
     kl: KLController
@@ -162,6 +166,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
+    order = PromptOrder(config.curriculum, prompts, cursor, weight_function(stage))
     estimator, kl = (
         own_function(stage, "advantages", config.advantages, check_advantages),
         make_kl_controller(config.kl),
@@ -183,8 +188,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         ) as episodes,
     ):
         in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None
-        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
-        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, order, episodes, in_flight)
+        keep_files: list[KeepsFiles] = [rollouts, order, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}
@@ -193,10 +198,11 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             tokenizer=tokenizer,
             models=models,
             prompts=prompts,
+            order=order,
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
+            scorer=RolloutScorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
             estimator=estimator,
             updater=Updater(stage, models, skipped),
             kl=kl,

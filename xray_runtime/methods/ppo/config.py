@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
 from xray_runtime.engines.sampling_config import BIASING, Stop
@@ -23,6 +23,8 @@ from xray_runtime.kernel.config.section import (
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
+from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
@@ -50,21 +52,6 @@ class KLConfig(Section):
     place: Literal["reward", "loss"] = "reward"
     """`reward`: subtract the penalty from the reward, per token, or per reply if replies are compared in groups;
     `loss`: add a term to the policy's loss, whose expected gradient is the KL's for each estimator."""
-
-
-def _kept(value: Any) -> Any:
-    if value in ("all", "none") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ValueError(f"{value!r} is not allowed: must be 'all', 'none' or a number of iterations, at least 1")
-
-
-class LedgerConfig(Section):
-    """The training rollouts that a checkpoint keeps."""
-
-    keep: Annotated[Literal["all", "none"] | int, BeforeValidator(_kept)] = "all"
-    """Keep the rollouts of `all` iterations, of `none`, or of this many last iterations."""
-    tokens: Literal["kept", "hashed"] = "kept"
-    """`hashed`: store only salted digests of prompts, replies and per-token numbers, for private chats."""
 
 
 class ValidationConfig(ValidationSchedule):
@@ -97,6 +84,8 @@ class PPOStageConfig(TrainingConfig):
     """Sampling temperature; training log-probabilities use the same temperature."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
+    curriculum: CurriculumConfig | None = None
+    """Which prompts are drawn. None: all, in a new random order each epoch."""
     environment: AnyEnvironment | None = None
     """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
     lag: Annotated[int, Field(ge=0, le=8)] = 0
@@ -259,6 +248,7 @@ class PPOStageConfig(TrainingConfig):
                 f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {self.lag}: replies come from "
                 "the policy before an update"
             )
+        check_order(self.curriculum, self.samples_per_prompt, in_flight=self.in_flight_updates)
         self._check_environment()
         if self.critic_engine is not None:
             if self.critic_in_use != "separate":
@@ -334,7 +324,8 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
 
     @property
     def called_functions(self) -> list[str]:
-        return [*super().called_functions, *filter(is_function, (self.advantages, self.loss))]
+        names = self.advantages, self.loss, *([] if self.curriculum is None else [self.curriculum.by])
+        return [*super().called_functions, *filter(is_function, names)]
 
     def mismatch_limit(self, device: str) -> float:
         """`max_mismatch`, or its default on `device` ("cpu" or "cuda").

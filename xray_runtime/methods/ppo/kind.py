@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD, Dataset, Model, RewardModel
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import (
     FEW_STEPS,
@@ -30,7 +30,7 @@ class PPOInputs:
     """Judges for `validation` only; the policy is not trained on their scores."""
 
 
-def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+def check_ppo(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
     check_rewards(config, inputs)
     check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:

@@ -23,7 +23,7 @@ from xray_runtime.data.ledger import (
     NUMBERS,
     SCORE,
     TOKENS,
-    Shard,
+    LedgerShard,
     iterations,
     lists,
     read_shard,
@@ -81,7 +81,7 @@ class Ledger:
         Args:
             scaled: reward of each reply [B]; NaN: it has none and is not in `experience`.
             times_trained: number of optimizer steps on each row of `experience`.
-            policy: `Shard.policy`.
+            policy: `LedgerShard.policy`.
             golds: gold score of each reply [B]; None without `gold`.
         """
         keep = self._config.ledger.keep
@@ -102,7 +102,7 @@ class Ledger:
             ungraded = None if golds is None else [None] * count
             tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
-        Shard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        LedgerShard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
         if isinstance(keep, int):
             shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
 
@@ -123,6 +123,7 @@ class Ledger:
                 "row": ids.astype(np.int32),
                 "round": (ids // self._config.rollout_size).astype(np.int32),
                 "prompt": self._prompts.rows[rollout.prompt].astype(np.int64),
+                **({"drawn": rollout.drawn} if "drawn" in rollout else {}),
                 "version": rollout.version.astype(np.int32),
                 "seed": rollout.seed.astype(np.int64),
                 "ended": rollout.ended,

@@ -22,6 +22,7 @@ from xray_runtime.rewards.reward_sources import RewardSources
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.curriculum import WeightFunction
     from xray_runtime.methods.ppo.kind import PPOInputs
 
 Specs = dict[str, ModelSpec | GeneratorSpec]
@@ -74,6 +75,12 @@ def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     """Whether the reference is the policy with its adapters off."""
     policy, reference = stage.inputs.policy, stage.inputs.reference
     return stage.config.lora is not None and (reference is None or reference.path == policy.path)
+
+
+def weight_function(stage: Stage[PPOConfig, PPOInputs]) -> WeightFunction | None:
+    """The user's function of a curriculum."""
+    curriculum = stage.config.curriculum
+    return None if curriculum is None else own_function(stage, "curriculum.by", curriculum.by, lambda *_: None)
 
 
 def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:

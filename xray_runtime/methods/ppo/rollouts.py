@@ -31,11 +31,11 @@ from xray_runtime.methods.common.sampling.episode import EpisodeBatch, purpose_o
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
+from xray_runtime.methods.ppo.curriculum import Drawn, PromptOrder
 from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batching import Cursor
     from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodesInFlight
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
@@ -54,14 +54,18 @@ class PendingRollout:
     """A generator's answer, or a whole rollout of episodes or from a snapshot."""
     seeds: np.ndarray | None = None
     """Seed of each reply [B]; None if `answer` is a rollout, which has its own."""
+    reasons: list[str] | None = None
+    """Why each prompt was drawn; None without a curriculum, and if `answer` has them."""
 
     def get(self) -> Rollout:
         """Wait for the rollout."""
         answer, count = get(self.answer), len(self.prompts)
-        version, prompt = np.full(count, self.version), np.array(self.prompts)
+        columns = {"version": np.full(count, self.version), "prompt": np.array(self.prompts)}
+        if self.reasons is not None:
+            columns["drawn"] = np.array(self.reasons, object)
         if isinstance(answer, Rollout):
-            return answer.with_columns(version=version, prompt=prompt)
-        return answer.as_kind(Rollout, seed=self.seeds, version=version, prompt=prompt)
+            return answer.with_columns(**columns)
+        return answer.as_kind(Rollout, seed=self.seeds, **columns)
 
 
 class Rollouts:
@@ -78,11 +82,11 @@ class Rollouts:
         stage: Stage[PPOConfig, PPOInputs],
         sampling: Sampling,
         prompts: UniquePrompts,
-        cursor: Cursor,
+        order: PromptOrder,
         episodes: EpisodeSampler | None = None,
         in_flight: EpisodesInFlight | None = None,
     ) -> None:
-        self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
+        self._generator, self._stage, self._prompts, self._order = generator, stage, prompts, order
         self._sampling, self._episodes, self._in_flight = sampling, episodes, in_flight
         self._pending: list[PendingRollout] = []
 
@@ -90,14 +94,13 @@ class Rollouts:
         """Start sampling, with policy version `iteration`, all rollouts up to `iteration + lag` that were not requested
         yet."""
         if self._in_flight is not None:
-            self._in_flight.request(iteration, self._cursor)
+            self._in_flight.request(iteration, self._order.cursor)
             return
         config = self._stage.config
         end = min(iteration + config.lag + 1, config.iterations)
         for number in range(iteration + len(self._pending), end):
-            taken = self._cursor.take(config.prompts_per_iteration)
-            prompts = [prompt for prompt in taken for _ in range(config.samples_per_prompt)]
-            self._pending.append(self._sample(prompts, iteration, purpose_of(0), number))
+            drawn = self._order.take(config.prompts_per_iteration).repeated(config.samples_per_prompt)
+            self._pending.append(self._sample(drawn, iteration, purpose_of(0), number))
 
     def wait(self) -> None:
         """Wait until all requested rollouts are sampled."""
@@ -113,11 +116,11 @@ class Rollouts:
         """Sample replies to the next `count` prompts with the policy version of `iteration`, in which there were
         `attempt` calls before."""
         config = self._stage.config
-        prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
-        return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
+        drawn = self._order.take(count).repeated(config.samples_per_prompt)
+        return self._checked(self._sample(drawn, iteration, purpose_of(attempt + 1), iteration))
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
-        """Load version `iteration` of the policy's weights into the generator; returns `Shard.policy`."""
+        """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy`."""
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
             return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 
@@ -137,28 +140,27 @@ class Rollouts:
         prompts = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
         with turn or nullcontext():
-            replies = self._generate(prompts, sampling, version, "probe", version).get()
+            replies = self._generate(Drawn(prompts), sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
         scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
         mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
         check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
         return mismatch
 
-    def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
+    def _sample(self, drawn: Drawn, version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:
-            return self._generate(prompts, self._sampling, version, purpose, number)
+            return self._generate(drawn, self._sampling, version, purpose, number)
+        prompts = drawn.prompts
         contents, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
         columns = self._prompts.columns(prompts)
         batch = EpisodeBatch(contents, columns, version, purpose, number, group_size)
         answer: Ref[Rollout] = Local(self._episodes.begin(batch))
-        return PendingRollout(version, prompts, answer)
+        return PendingRollout(version, prompts, answer, reasons=drawn.reasons)
 
-    def _generate(
-        self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
-    ) -> PendingRollout:
-        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in prompts], purpose, number)
+    def _generate(self, drawn: Drawn, sampling: Sampling, version: int, purpose: str, number: int) -> PendingRollout:
+        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in drawn.prompts], purpose, number)
         replies = self._generator.generate.remote(rows, sampling, version)
-        return PendingRollout(version, prompts, replies, rows.seed)
+        return PendingRollout(version, drawn.prompts, replies, rows.seed, drawn.reasons)
 
     def _checked(self, pending: PendingRollout) -> Rollout:
         rollout = pending.get()

@@ -12,7 +12,7 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Step, Stepper
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, TrainingStep
 from xray_runtime.methods.ppo.experience import Experience
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    steps: list[Step]
+    steps: list[TrainingStep]
     epochs: float
     stopped_early: bool
     """By `stop_kl`."""
@@ -58,7 +58,7 @@ class Updater:
         config, count = self._config, experience.num_rows
         num_minibatches = self._num_minibatches(count)
         epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
-        steps: list[Step] = []
+        steps: list[TrainingStep] = []
         times_trained, stopped_early = np.zeros(count, np.int32), False
         for epoch, parts in zip(range(config.epochs), epochs, strict=False):
             for number, index in enumerate(parts):
@@ -82,11 +82,11 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> Step:
+    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> TrainingStep:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
         return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef))
 
-    def _moved_too_far(self, step: Step) -> bool:
+    def _moved_too_far(self, step: TrainingStep) -> bool:
         limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens
         return limit is not None and not moved <= limit  # NaN too
 

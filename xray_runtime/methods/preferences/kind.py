@@ -8,6 +8,7 @@ from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, sampled
 from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Dataset, Judgements, Model, Preferences, RewardModel
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import check_rewards, dataset_config, fewer_prompts, num_samples
 from xray_runtime.methods.common.findings import preferences_findings
@@ -39,14 +40,14 @@ FEW_PAIRS = 64
 CHITCHAT = "chitchat"
 
 
-def _preferences_read(config: Any) -> dict[str, str]:
+def _preferences_read(config: PreferencesStageConfig) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
         # The ratings are part of the conversations, so no field names them.
         return {"ratings": CHITCHAT}
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 
 
-def _preferences_models(config: Any) -> dict[str, ModelRole]:
+def _preferences_models(config: PreferencesStageConfig) -> dict[str, ModelRole]:
     if isinstance(config, RewardedPreferences):
         return sampling_models(config, "policy", "data", rows=num_samples(config), reply_tokens=config.max_new_tokens)
     if not isinstance(config, SampledPreferences):
@@ -55,7 +56,7 @@ def _preferences_models(config: Any) -> dict[str, ModelRole]:
     return {"generator": sampled(config.generator, "policy", data="data", **seen)}
 
 
-def _fewer_preferences(config: Any) -> Any:
+def _fewer_preferences(config: PreferencesStageConfig) -> PreferencesStageConfig:
     if isinstance(config, RewardedPreferences):
         return fewer_prompts(config)
     if isinstance(config, GoldPreferences):
@@ -63,7 +64,7 @@ def _fewer_preferences(config: Any) -> Any:
     return config
 
 
-def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
+def check_preferences(config: PreferencesStageConfig, inputs: Mapping[str, Handle]) -> None:
     sampled = isinstance(config, GoldPreferences | RewardedPreferences)
     needed: tuple[str, ...] = ("policy", "data") if sampled else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed

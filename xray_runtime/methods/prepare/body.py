@@ -58,7 +58,7 @@ Pair = tuple[Messages, dict[str, Any] | None]
 """A prompt and a reply, or a prompt alone."""
 
 
-class Conversation(NamedTuple):
+class NumberedConversation(NamedTuple):
     """One conversation: its row in the source, counted from 1, its id, its pairs, further columns as JSON, position in
     the curriculum, and why its replies are not learned."""
 
@@ -214,7 +214,7 @@ def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
 
 def _read(
     config: DataConfig, absent: set[str], unread: Unread, pictures: PictureFolder
-) -> tuple[int, Iterator[tuple[int, Conversation]]]:
+) -> tuple[int, Iterator[tuple[int, NumberedConversation]]]:
     """(number of conversations or records, (number of its source, conversation) for each, in order).
 
     Removes columns that occur from `absent`.
@@ -258,17 +258,17 @@ def _read_one(
     absent: set[str],
     unread: Unread,
     pictures: PictureFolder,
-) -> tuple[int, Iterator[Conversation]]:
+) -> tuple[int, Iterator[NumberedConversation]]:
     if part.source == CHITCHAT:
         conversations = chitchat_conversations()
         return len(conversations), (
-            Conversation(n, c.id, list(chat_pairs(c, config.context_messages)))
+            NumberedConversation(n, c.id, list(chat_pairs(c, config.context_messages)))
             for n, c in enumerate(conversations, start=1)
         )
     total, records = read_records(f"{field}.source", part.source, part.split)
     names, unseen = part.rename_columns, set(part.rename_columns)
 
-    def read() -> Iterator[Conversation]:
+    def read() -> Iterator[NumberedConversation]:
         for where, given in records:
             record = renamed(f"{field}.rename_columns", where, given, names, unseen)
             try:
@@ -287,12 +287,12 @@ def _unseen(field: str, names: set[str]) -> str:
     return f" ({field}.rename_columns: no record had {min(names)!r} so far)" if names else ""
 
 
-def _conversation(where: Where, record: dict[str, Any], config: DataConfig, unread: Unread) -> Conversation:
+def _conversation(where: Where, record: dict[str, Any], config: DataConfig, unread: Unread) -> NumberedConversation:
     carried = [*config.columns, *([config.curriculum] if config.curriculum is not None else [])]
     found = usual(where, record, carried=carried, unread=unread)
     pairs: list[Pair] = list(prompt_and_replies(where, found, config.context_messages, unread))
     reason = left_out(where, found) if any(reply is not None for _, reply in pairs) else None
-    return Conversation(
+    return NumberedConversation(
         where.row,
         conversation_id(where, found),
         [] if reason else pairs,

@@ -8,6 +8,7 @@ from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, trained
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import FEW_STEPS, check_validation
 from xray_runtime.methods.common.findings import sft_findings
@@ -25,7 +26,7 @@ def sft_models(config: SFTConfig) -> dict[str, ModelRole]:
     return {"policy": trained(config, "base", batch_size=config.batch_size, **seen)}
 
 
-def check_sft(config: SFTConfig, inputs: Mapping[str, Any]) -> None:
+def check_sft(config: SFTConfig, inputs: Mapping[str, Handle]) -> None:
     check_validation(config, inputs["data"])
 
 

@@ -40,7 +40,7 @@ from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, HALF_BYTES, gra
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.pool.machine import Machine
-    from xray_runtime.ops.planner.workload import Role, Workload
+    from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 MFU = 0.4
 """Share of peak FLOP/s in large matrix products, attention's included."""
@@ -148,7 +148,7 @@ class Links:
         return COLLECTIVE * min(gpu.peer_rate, gpu.network_rate * max(node // stride, 1))
 
 
-def forward_flops(role: Role, workload: Workload) -> float:
+def forward_flops(role: PlannedRole, workload: Workload) -> float:
     """FLOPs of one forward pass of one sequence."""
     shape, length = role.shape, workload.sequence_tokens
     weights = (shape.num_layers * shape.layer_parameters() - shape.idle_parameters) * length
@@ -158,7 +158,7 @@ def forward_flops(role: Role, workload: Workload) -> float:
 
 
 def traffic_seconds(
-    role: Role, layout: Layout, workload: Workload, rows: float, links: Links, *, training: bool
+    role: PlannedRole, layout: Layout, workload: Workload, rows: float, links: Links, *, training: bool
 ) -> float:
     """Memory traffic of the fullest pipeline stage for `rows` sequences, for all but the matrix products of layers: in
     one forward pass or, if `training`, in all passes of an update. Every tensor-parallel rank computes all logits."""
@@ -176,7 +176,7 @@ def traffic_seconds(
     return rows * moved / links.memory
 
 
-def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+def score_seconds(role: PlannedRole, layout: Layout, workload: Workload, machine: Machine) -> float:
     """The forward passes over a rollout that score it."""
     links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
     tokens = max(workload.score_tokens, workload.sequence_tokens)
@@ -189,7 +189,7 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     return role.scored_passes * (_overlapped(compute, gathered) + passes * apart)
 
 
-def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+def update_seconds(role: PlannedRole, layout: Layout, workload: Workload, machine: Machine) -> float:
     """The updates of one iteration, or one step of a stage without a rollout."""
     links, options, shape = Links(machine), role.options, role.shape
     steps = max(role.epochs * workload.rollout_size // workload.batch_size, 1)
@@ -221,7 +221,7 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     return steps * (_overlapped(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
 
 
-def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+def generate_seconds(role: PlannedRole, layout: Layout, workload: Workload, machine: Machine) -> float:
     """A rollout on `layout.dp` replicas."""
     links, shape = Links(machine), role.shape
     rows = math.ceil(workload.rollout_size / layout.dp)
@@ -240,7 +240,7 @@ def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Ma
     return math.ceil(rows / running) * workload.response_tokens * step + prefill
 
 
-def sync_seconds(policy: Role, layout: Layout, workload: Workload, machine: Machine, *, shared: bool) -> float:
+def sync_seconds(policy: PlannedRole, layout: Layout, workload: Workload, machine: Machine, *, shared: bool) -> float:
     """The policy's weights to the generator; `shared`: on the same GPUs."""
     size = policy.shape.num_parameters
     if workload.through_host or layout.tp * layout.pp > 1:
@@ -277,7 +277,9 @@ def iteration_seconds(
     return phases
 
 
-def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Memory], machine: Machine) -> float:
+def sleep_seconds(
+    workload: Workload, roles: Sequence[PlannedRole], memory: Sequence[Memory], machine: Machine
+) -> float:
     """Bytes of models on one GPU, to host memory and back. Weights of a generator that the next sync brings are not
     kept."""
     trained = workload.of_use("trained")
@@ -286,7 +288,7 @@ def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Me
     return SLEEP_S * len(roles) + 2 * sum(m.weights + m.optimizer + m.kept for m in kept) / Links(machine).host
 
 
-def trained_parameters(role: Role, layout: Layout) -> int:
+def trained_parameters(role: PlannedRole, layout: Layout) -> int:
     """Parameters that one rank trains, without ZeRO."""
     shape, tp, pp = role.shape, layout.tp, layout.pp
     if role.options.lora_rank is not None:
@@ -300,7 +302,7 @@ def _overlapped(compute: float, moved: float) -> float:
     return max(compute, moved) + EXPOSED * min(compute, moved)
 
 
-def _gather_bytes(role: Role, layout: Layout) -> float:
+def _gather_bytes(role: PlannedRole, layout: Layout) -> float:
     """Bytes that a rank receives to have all weights once under ZeRO-3, and of experts that ranks share its own."""
     if layout.zero_stage != 3:
         return 0.0
@@ -312,7 +314,7 @@ def _gather_bytes(role: Role, layout: Layout) -> float:
     return received * role.weight_bytes
 
 
-def _dispatch_seconds(role: Role, layout: Layout, tokens: int, links: Links) -> float:
+def _dispatch_seconds(role: PlannedRole, layout: Layout, tokens: int, links: Links) -> float:
     """Tokens to the experts that other ranks hold, and back, in a forward pass over `tokens` tokens of a rank."""
     experts = role.shape.experts
     if layout.ep == 1 or experts is None:
@@ -321,7 +323,7 @@ def _dispatch_seconds(role: Role, layout: Layout, tokens: int, links: Links) -> 
     return 2 * experts.num_layers * (size / links.ring(layout.ep) + REDUCE_S)
 
 
-def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> float:
+def _split_seconds(role: PlannedRole, layout: Layout, tokens: float, links: Links) -> float:
     """A forward pass over `tokens` tokens: two all-reduces a layer under tensor parallelism, and where ranks share rows
     four exchanges, of queries, keys, values and outputs."""
     shape, sp = role.shape, layout.sp
@@ -335,7 +337,7 @@ def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> f
     return 2 * math.ceil(role.shape.num_layers / layout.pp) * (size / links.ring(layout.tp) + REDUCE_S)
 
 
-def _optimizer_seconds(role: Role, layout: Layout, trained: int, links: Links) -> float:
+def _optimizer_seconds(role: PlannedRole, layout: Layout, trained: int, links: Links) -> float:
     own = trained / (layout.num_copies if layout.zero_stage else 1)
     if role.options.offload:
         moved = own * (FLOAT32_BYTES + role.weight_bytes) / links.host

@@ -41,7 +41,7 @@ from xray_runtime.ops.planner.splits import (
     trained_layouts,
     zero3_shards,
 )
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
 MAX_PASS_TOKENS = 32_768
@@ -281,7 +281,7 @@ class _Search:
                 needs = self._needs(one, self._sampled, layout, shared)
                 yield Choice(layout, seconds, cache_scale=scale, **needs)
 
-    def _needs(self, workload: Workload, roles: Sequence[Role], layout: Layout, shared: bool) -> dict[str, Any]:
+    def _needs(self, workload: Workload, roles: Sequence[PlannedRole], layout: Layout, shared: bool) -> dict[str, Any]:
         """The fields of `Choice` about memory."""
         memory = [workload.memory(role, layout, shared=shared) for role in roles]
         held = Held.of(memory) if shared else Held(total=max(m.total for m in memory))

@@ -16,7 +16,7 @@ from typing import Literal
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.ops.planner.memory import HELD_IN_A_PASS, Layout, Memory
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 Placement = Literal["colocated", "separate"]
 
@@ -25,7 +25,7 @@ Placement = Literal["colocated", "separate"]
 class RolePlan:
     """One role's layout, and its memory on one of its devices."""
 
-    role: Role
+    role: PlannedRole
     layout: Layout
     memory: Memory
 

@@ -12,14 +12,14 @@ from xray_runtime.engines.layouts import TRAINERS
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.models.family import family_of
 from xray_runtime.ops.planner.memory import Layout
-from xray_runtime.ops.planner.workload import Role, Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees and numbers of pipeline stages."""
 MAX_RANKS = 1024
 
 
-def splits(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
+def splits(roles: Sequence[PlannedRole], machine: Machine) -> Iterator[tuple[int, int]]:
     """(tensor-parallel degree, pipeline stages) that all of `roles` support for a replica: whole first, then by
     increasing communication.
     """
@@ -78,7 +78,7 @@ def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[L
             yield from (Layout(zero_stage=3, dp=dp, ep=ep) for ep in degrees)
 
 
-def _share_experts(roles: Sequence[Role], degree: int) -> bool:
+def _share_experts(roles: Sequence[PlannedRole], degree: int) -> bool:
     return all(
         TRAINERS.get(role.library).capabilities.expert_parallel
         and role.shape.experts is not None
@@ -93,7 +93,7 @@ def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
     yield from (Layout(zero_stage=3, dp=2**n) for n in range(1, most.bit_length()))
 
 
-def _is_whole(role: Role) -> bool:
+def _is_whole(role: PlannedRole) -> bool:
     # A frozen trunk is computed whole, once per rollout; offload to disk works only with ZeRO.
     return role.in_one_piece or role.top_layers is not None or role.options.least_zero_stage == 3
 

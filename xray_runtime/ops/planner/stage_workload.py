@@ -20,7 +20,7 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.shapes import ModelShape, from_fresh
 from xray_runtime.ops.planner.memory import PLAIN
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, HALF_BYTES
-from xray_runtime.ops.planner.workload import OpenChoice, Role, Workload, training_options
+from xray_runtime.ops.planner.workload import OpenChoice, PlannedRole, Workload, training_options
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.graph.graph import StageCall
@@ -94,7 +94,7 @@ def _may_sleep(call: StageCall) -> bool:
     return True
 
 
-def _planned(call: StageCall, name: str, role: ModelRole, branches: int, computes: int, device: str) -> Role:
+def _planned(call: StageCall, name: str, role: ModelRole, branches: int, computes: int, device: str) -> PlannedRole:
     where, layout = f"{call.name}.{name}", role.layout
     source, field = _source(call, role, where)
     shape = from_fresh(source) if isinstance(source, FreshBase) else _pretrained_shape(source, field)
@@ -110,7 +110,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, compute
         width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
     elif getattr(layout.resolved(device), "precision", "float32") == "bfloat16":
         width = HALF_BYTES
-    return Role(
+    return PlannedRole(
         name=name,
         shape=shape,
         use=role.use,

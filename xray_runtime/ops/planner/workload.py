@@ -31,7 +31,7 @@ OPEN_CHOICES: frozenset[OpenChoice] = frozenset(get_args(OpenChoice))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class PlannedRole:
     """One model of a stage with its shape; `ModelRole` says what the fields without a text are."""
 
     name: str
@@ -62,7 +62,7 @@ class Role:
 class Workload:
     """The models of one stage, all open at the same time, and the size of their batches."""
 
-    roles: tuple[Role, ...]
+    roles: tuple[PlannedRole, ...]
     sequence_tokens: int
     """Longest prompt plus longest reply."""
     response_tokens: int
@@ -91,7 +91,7 @@ class Workload:
     open_choices: frozenset[OpenChoice] = frozenset()
     """Choices that the planner may make on GPUs, besides layouts and recomputation."""
 
-    def of_use(self, use: Use) -> list[Role]:
+    def of_use(self, use: Use) -> list[PlannedRole]:
         return [role for role in self.roles if role.use == use]
 
     @property
@@ -112,7 +112,7 @@ class Workload:
     def with_options(self, **changes: Any) -> Workload:
         """The workload with these fields of `Options` for its trained models."""
 
-        def changed(role: Role) -> Role:
+        def changed(role: PlannedRole) -> PlannedRole:
             options = replace(role.options, **changes)
             options = replace(options, checkpointing=options.checkpointing and options.may_recompute)
             if options.offload:
@@ -121,12 +121,12 @@ class Workload:
 
         return replace(self, roles=tuple(changed(role) for role in self.roles))
 
-    def memory(self, role: Role, layout: Layout, *, shared: bool = True) -> Memory:
+    def memory(self, role: PlannedRole, layout: Layout, *, shared: bool = True) -> Memory:
         """Memory of `role` on one of its devices; `shared`: the other models are on the same devices."""
         memory = self._working(role, layout)
         return memory if self.device == "cpu" else replace(memory, syncing=self._syncing(role, layout, shared))
 
-    def _syncing(self, role: Role, layout: Layout, shared: bool) -> int:
+    def _syncing(self, role: PlannedRole, layout: Layout, shared: bool) -> int:
         """`Memory.syncing`: the first trained model is the policy, and sends its weights to the generators."""
         trained, through_host = self.of_use("trained"), self.through_host
         if not trained or not self.of_use("sampled"):
@@ -139,7 +139,7 @@ class Workload:
             *(role.shape, role.weight_bytes, layout, role.options), through_host=through_host, shared=shared
         )
 
-    def _working(self, role: Role, layout: Layout) -> Memory:
+    def _working(self, role: PlannedRole, layout: Layout) -> Memory:
         """Memory that its own work needs."""
         shape, width, on_gpu = role.shape, role.weight_bytes, self.device == "cuda"
         # On CUDA, torch has no fused attention for float32 with grouped heads.
@@ -196,7 +196,7 @@ class Workload:
         cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
         return min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp), cached)
 
-    def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
+    def _pass(self, role: PlannedRole, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""
         tokens = max(max_tokens, self.sequence_tokens * role.sequences_per_row)
         return tokens, ceil_div(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
@@ -239,7 +239,7 @@ def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN
     )
     return Workload(
         roles=tuple(
-            Role(
+            PlannedRole(
                 name=name,
                 shape=shape,
                 use=use,

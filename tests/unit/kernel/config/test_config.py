@@ -18,7 +18,7 @@ from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.methods.loading import load_config, resolved_yaml, validate
-from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.term import SourceRoute
 
 PRESETS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
 
@@ -445,7 +445,7 @@ def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, messag
     ],
 )
 def test_a_route_compares_by_type(equals: Any, value: Any, applies: bool | None) -> None:
-    route = Route(column="task", equals=equals)
+    route = SourceRoute(column="task", equals=equals)
     if applies is None:
         with pytest.raises(ValueError, match=r"when\.equals = .* the column 'task' has .*: must be of the same type"):
             route.applies(value)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 
 from xray_runtime.kernel.graph.kind import KINDS
 from xray_runtime.kernel.report.figures import StageRecord, read_metrics, training_figure
-from xray_runtime.kernel.report.html import lineage_graph, write_report
+from xray_runtime.kernel.report.html import write_report
+from xray_runtime.kernel.report.layout import lineage_graph
+from xray_runtime.kernel.report.names import NAMES, title as named
 from xray_runtime.methods.ppo.kind import PPO
 from xray_runtime.methods.prepare.kind import PREPARE
 from xray_runtime.methods.sft.kind import SFT
@@ -287,7 +290,8 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
 def test_only_what_is_certain_is_coloured(tmp_path: Path, interval: list[float], verdict: str) -> None:
     page = Page(write(tmp_path, gold_delta_ci95=interval))
     classes = [a.get("class") for tag, a in page.elements if tag == "span" and "class" in a]
-    assert classes == ["quiet", verdict]
+    # The win rate's interval is above one half; of reward and KL nothing is certain.
+    assert classes == ["quiet", verdict, "good", "", ""]
 
 
 def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
@@ -328,19 +332,47 @@ def test_text_of_a_config_stays_text(tmp_path: Path) -> None:
 def test_lineage_stands_in_order_and_apart() -> None:
     graph = lineage_graph(lifecycle()["stages"])
     place = {node["name"]: (node["x"], node["y"]) for node in graph["nodes"]}
-    # Each right of its parents; those of one column one below the other.
-    assert place["prepare"][0] == place["base"][0] < place["sft"][0] < place["ppo-1"][0]
-    assert place["base"][1] - place["prepare"][1] > graph["node_height"]
-    assert place["sft"][0] - place["base"][0] > graph["node_width"]
+    # Each below its parents; those of one layer beside each other.
+    assert place["prepare"][1] == place["base"][1] < place["sft"][1] < place["ppo-1"][1]
+    assert abs(place["base"][0] - place["prepare"][0]) > graph["node_width"]
+    assert place["sft"][1] - place["base"][1] > graph["node_height"]
     assert [node["cached"] for node in graph["nodes"]] == [False, False, True, False]
     assert graph["nodes"][0]["sha"] == "a" * 12
-    # base → sft, prepare → sft, sft → ppo-1, prepare → ppo-1: from a right edge to a left edge.
+    # prepare → sft, base → sft, prepare → ppo-1, sft → ppo-1: from a lower edge to an upper edge.
     assert len(graph["edges"]) == 4
-    ends = [tuple(float(x) for x in re.findall(r"-?[\d.]+", edge))[:2] for edge in graph["edges"]]
-    assert ends[0] == (place["base"][0] + graph["node_width"], place["base"][1] + graph["node_height"] / 2)
+    ends = [[float(x) for x in re.findall(r"-?[\d.]+", edge)] for edge in graph["edges"]]
+    assert ends[1][:2] == [place["base"][0] + graph["node_width"] / 2, place["base"][1] + graph["node_height"]]
+    assert ends[1][-2:] == [place["sft"][0] + graph["node_width"] / 2, place["sft"][1]]
+    # The third passes the layer of sft outside of its box.
+    beside = float(re.findall(r"([-\d.]+),[-\d.]+ L", graph["edges"][2])[0])
+    assert not place["sft"][0] <= beside <= place["sft"][0] + graph["node_width"]
     # Everything is inside the picture.
     assert all(x + graph["node_width"] <= graph["width"] for x, _ in place.values())
     assert all(y + graph["node_height"] <= graph["height"] for _, y in place.values())
+
+
+def test_boxes_of_a_wide_graph_do_not_overlap() -> None:
+    shas = {name: f"{number:064x}" for number, name in enumerate(f"s{n}" for n in range(40))}
+    stages = []
+    for number, (name, sha) in enumerate(shas.items()):
+        parents = [shas[f"s{p}"] for p in {number // 3, number // 5, number - 7} if 0 <= p < number]
+        stages.append({"name": name, "checkpoint": {"sha256": sha}, "parents": parents, "cached": False})
+    graph = lineage_graph(stages)
+    rows: dict[float, list[float]] = {}
+    for node in graph["nodes"]:
+        rows.setdefault(node["y"], []).append(node["x"])
+    for found in map(sorted, rows.values()):
+        assert all(b - a >= graph["node_width"] for a, b in pairwise(found))
+
+
+def test_every_curve_and_result_has_a_name_for_people() -> None:
+    shown = {name for kind in KINDS.values() for _, names in kind.panels for name in names if "*" not in name}
+    assert all(named(name) != name for name in shown)
+    assert named("win_rate by gold") == "win rate by gold"
+    assert named("gold_delta, evaluate") == "change of the gold score, evaluate"
+    assert named("reward/source/gold/mean") == "reward source gold: mean"
+    assert named("two words") == "two words"
+    assert len(set(NAMES)) == len(NAMES)
 
 
 def test_long_names_stay_in_their_boxes_and_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pyte
         now += 0.06
     # The first, then one in 0.2 s: at 0.24 s and 0.48 s; and the last, 0.06 s after that.
     assert seen == [("sft", done, 10, "steps", f"at {done}") for done in (1, 5, 9, 10)]
+    # The file for pages is written at the beginning, and then every 3 s.
+    shown = tmp_path / "records" / f"sft-{KEY[:12]}" / "progress.json"
+    assert json.loads(shown.read_text())["done"] == 1
+    now += 3.0
+    recorder.progress(10, 10, "steps", "")
+    assert json.loads(shown.read_text())["done"] == 10
+    recorder.close()
+    assert not shown.exists()
 
 
 def test_a_question_is_asked_where_somebody_can_answer(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.unit.methods.ppo.loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, logprob
 from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
+from xray_runtime.data.ledger import LedgerShard, iterations, read_shard, shard_path
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.methods.ppo.config import LedgerConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.rewards.config import reward_term
 
 GROUPS: dict[str, Any] = {
@@ -26,7 +26,7 @@ GROUPS: dict[str, Any] = {
 }
 
 
-def shards(out: Path) -> list[Shard]:
+def shards(out: Path) -> list[LedgerShard]:
     return [read_shard(shard_path(out / "ledger", number)) for number in iterations(out / "ledger")]
 
 

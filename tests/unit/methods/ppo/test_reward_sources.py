@@ -38,7 +38,7 @@ from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 from xray_runtime.rewards.kinds.service import ServiceConfig
 from xray_runtime.rewards.reward_sources import RewardSources
-from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.term import SourceRoute
 from xray_runtime.rewards.verifier_config import JSONSchemaVerifier, RegexVerifier
 
 NAN = math.nan
@@ -104,10 +104,10 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
         seen.append([*replies, *task])
         return [10.0] * len(replies)
 
-    when = Route(column="task", equals="math")
+    when = SourceRoute(column="task", equals="math")
     found = sources(
         reward_term(function="f", when=when),
-        reward_term(function="g", when=Route(column="task", equals=1)),
+        reward_term(function="g", when=SourceRoute(column="task", equals=1)),
         reward_term(verifier=RegexVerifier(pattern="b"), when=when, weight=5.0),
         f=math_only,
         g=lambda prompts, replies: [3.0] * len(replies),

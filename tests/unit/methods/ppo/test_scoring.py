@@ -15,8 +15,8 @@ from tests.unit.methods.ppo.sources import sources
 from xray_runtime.cluster.model_spec import BranchSpec
 from xray_runtime.data.batch import Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branches
-from xray_runtime.methods.common.sampling.scoring import Scorer, own_texts
+from xray_runtime.methods.common.sampling.agent_rows import BranchRow, encoded_branches
+from xray_runtime.methods.common.sampling.scoring import RolloutScorer, own_texts
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.config import reward_term
@@ -69,7 +69,7 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
     models: dict[str, Any] = {"policy": policy, "critic": critic}
-    scorer = Scorer(models, rewards, tokenizer, (end,), prompts)  # type: ignore[arg-type]
+    scorer = RolloutScorer(models, rewards, tokenizer, (end,), prompts)  # type: ignore[arg-type]
     zeros = np.zeros(4, np.int64)
     rollout = Rollout(
         response_ids=Ragged.of(replies),
@@ -98,7 +98,7 @@ def test_each_turn_of_each_branch_is_a_line_of_the_policys_own_text(inputs: PPOI
     a, n, end = *tokenizer.convert_tokens_to_ids(["a", "n"]), tokenizer.eos_token_id
     reply, mask = [a, end, n, n, end, n, end], [True, True, False, True, True, True, True]
     branches = encoded_branches(
-        [Row([5], reply[:5], [0.0] * 5, mask[:5]), Row([5, a, n], reply[5:], [0.0] * 2, mask[5:])]
+        [BranchRow([5], reply[:5], [0.0] * 5, mask[:5]), BranchRow([5, a, n], reply[5:], [0.0] * 2, mask[5:])]
     )
     numbers, texts = np.zeros(1, np.int64), np.array([""])
     rollout = Rollout(

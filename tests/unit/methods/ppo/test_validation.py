@@ -25,7 +25,7 @@ from xray_runtime.kernel.store.snapshots import Snapshot
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards import reward_models
 from xray_runtime.rewards.config import reward_term
-from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.term import SourceRoute
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 ASKED = 3
@@ -162,7 +162,7 @@ def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_
         asked.append([f"{prompt[-1]} {name}" for prompt, name in zip(prompts, task, strict=True)])
         return [1.0] * len(replies)
 
-    judging = reward_term(function="judge", when=Route(column="task", equals="task 1"))
+    judging = reward_term(function="judge", when=SourceRoute(column="task", equals="task 1"))
     trained(validated, tmp_path / "out", judge, judges=[judging], iterations=1)
     assert asked == [["1 task 1"]] * 2
 

@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 * 2**20
 """Most bytes of weights in a chunk."""
 
 
-class Piece(TypedDict):
+class ByteRange(TypedDict):
     """Consecutive bytes of a tensor."""
 
     name: str
@@ -31,14 +31,14 @@ class Piece(TypedDict):
 
 
 class Chunk(TypedDict):
-    pieces: list[Piece]
+    pieces: list[ByteRange]
     data: str
     """The bytes of all pieces, in Base64."""
 
 
 def chunks(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """`tensors`, taken one at a time and converted to `dtype`, in chunks of at most `size` bytes."""
-    pieces: list[Piece] = []
+    pieces: list[ByteRange] = []
     data = bytearray()
     for name, tensor in tensors:
         raw = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -50,7 +50,7 @@ def chunks(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, size
             part = raw[start : start + size - len(data)]
             start += len(part)
             pieces.append(
-                Piece(
+                ByteRange(
                     name=name,
                     dtype=str(dtype).removeprefix("torch."),
                     shape=list(tensor.shape),
@@ -63,13 +63,13 @@ def chunks(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, size
         yield _chunk(pieces, data)
 
 
-def _chunk(pieces: list[Piece], data: bytearray) -> Chunk:
+def _chunk(pieces: list[ByteRange], data: bytearray) -> Chunk:
     return Chunk(pieces=pieces, data=base64.b64encode(data).decode("ascii"))
 
 
 @dataclass
 class _Arriving:
-    piece: Piece
+    piece: ByteRange
     data: bytearray
     """As long as the whole tensor."""
     num_bytes: int = 0
@@ -105,7 +105,7 @@ class Assembler:
             raise ValueError(f"weight {self._arriving.piece['name']}: only a part of it has arrived")
 
 
-def _begin(piece: Piece) -> _Arriving:
+def _begin(piece: ByteRange) -> _Arriving:
     return _Arriving(piece, bytearray(math.prod(piece["shape"]) * _dtype(piece["dtype"]).itemsize))
 
 

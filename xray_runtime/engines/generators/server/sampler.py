@@ -17,7 +17,7 @@ from xray_runtime.engines.generators.server.chunks import chunks
 from xray_runtime.engines.generators.server.config import ServerConfig
 from xray_runtime.engines.generators.server.connection import Connection, ServerError, client
 from xray_runtime.engines.generators.server.model import architecture
-from xray_runtime.engines.generators.server.servers import Server, describe, find_servers, no_servers, with_each
+from xray_runtime.engines.generators.server.servers import ServerState, describe, find_servers, no_servers, with_each
 from xray_runtime.engines.sampling import Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -75,7 +75,7 @@ class ServerSampler(Sampler):
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return asyncio.run(self._sample(prompts, seeds, sampling))
 
-    async def _bring(self, servers: Sequence[Server], held: Callable[[], Tensors]) -> None:
+    async def _bring(self, servers: Sequence[ServerState], held: Callable[[], Tensors]) -> None:
         """Push all weights to `servers`, which do not hold them."""
         described = await describe(servers, self._timeout_s)
         fit = []
@@ -89,7 +89,7 @@ class ServerSampler(Sampler):
         if fit:
             await self._push(fit, held(), None)
 
-    async def _push(self, servers: Sequence[Server], tensors: Tensors, before: str | None) -> None:
+    async def _push(self, servers: Sequence[ServerState], tensors: Tensors, before: str | None) -> None:
         """Push `tensors` as `self._weights`, chunk by chunk to all `servers`; those that fail are dropped.
 
         Args:
@@ -97,15 +97,15 @@ class ServerSampler(Sampler):
                 all.
         """
 
-        async def begin(server: Server, connection: Connection) -> None:
+        async def begin(server: ServerState, connection: Connection) -> None:
             if before is not None and await connection.weights() != before:
                 raise ServerError("it holds other weights: it was started again, or another run uses it")
             await connection.begin_update()
 
-        async def update(server: Server, connection: Connection) -> None:
+        async def update(server: ServerState, connection: Connection) -> None:
             await connection.update(content)
 
-        async def finish(server: Server, connection: Connection) -> None:
+        async def finish(server: ServerState, connection: Connection) -> None:
             await connection.finish_update(self._weights)
             server.is_current, server.problem = True, ""
 
@@ -124,7 +124,7 @@ class ServerSampler(Sampler):
         replies: dict[int, Reply] = {}
         left = deque(range(len(prompts)))
 
-        async def work(server: Server, connection: Connection) -> None:
+        async def work(server: ServerState, connection: Connection) -> None:
             while left and server.is_current:
                 row = left.popleft()
                 try:

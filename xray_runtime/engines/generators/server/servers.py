@@ -20,7 +20,7 @@ class NoServersError(RuntimeError):
 
 
 @dataclass
-class Server:
+class ServerState:
     """The state of a server, as far as it is known."""
 
     address: str
@@ -61,19 +61,19 @@ class Needs:
             raise ServerError(f"it has another model: {why}")
 
 
-def no_servers(what: str, servers: Sequence[Server]) -> NoServersError:
+def no_servers(what: str, servers: Sequence[ServerState]) -> NoServersError:
     """The error that says `what` and the problem of each server."""
     return NoServersError(f"{what}: " + "; ".join(f"{server.address}: {server.problem}" for server in servers))
 
 
-def find_servers(addresses: Sequence[str], needs: Needs, timeout_s: float) -> tuple[list[Server], list[list[str]]]:
+def find_servers(addresses: Sequence[str], needs: Needs, timeout_s: float) -> tuple[list[ServerState], list[list[str]]]:
     """The servers at `addresses`, and the tensors of their model that must be written together.
 
     Raises:
         NoServersError: none answers.
         ValueError: one that answers does not have what the run `needs`; the message begins with a field.
     """
-    servers = [Server(address) for address in addresses]
+    servers = [ServerState(address) for address in addresses]
     described = asyncio.run(describe(servers, timeout_s))
     if not described:
         raise no_servers("no server can sample", servers)
@@ -85,11 +85,11 @@ def find_servers(addresses: Sequence[str], needs: Needs, timeout_s: float) -> tu
     return servers, next(iter(described.values())).groups
 
 
-async def describe(servers: Sequence[Server], timeout_s: float) -> dict[str, Description]:
+async def describe(servers: Sequence[ServerState], timeout_s: float) -> dict[str, Description]:
     """Address → description, of those that answer; the others are dropped."""
     found: dict[str, Description] = {}
 
-    async def ask(server: Server, connection: Connection) -> None:
+    async def ask(server: ServerState, connection: Connection) -> None:
         found[server.address] = await connection.describe()
 
     await with_each(servers, ask, timeout_s)
@@ -97,11 +97,11 @@ async def describe(servers: Sequence[Server], timeout_s: float) -> dict[str, Des
 
 
 async def with_each(
-    servers: Sequence[Server], do: Callable[[Server, Connection], Coroutine[Any, Any, None]], timeout_s: float
-) -> list[Server]:
+    servers: Sequence[ServerState], do: Callable[[ServerState, Connection], Coroutine[Any, Any, None]], timeout_s: float
+) -> list[ServerState]:
     """`do` with all of `servers` at the same time; returns those with which it did not fail, and drops the rest."""
 
-    async def is_done(server: Server) -> bool:
+    async def is_done(server: ServerState) -> bool:
         try:
             await do(server, Connection(connections, server.address, timeout_s))
         except ServerError as error:

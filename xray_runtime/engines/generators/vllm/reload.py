@@ -41,7 +41,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Call:
+class LoaderCall:
     """One call of a weight loader: the tensor `name` goes into `parameter` of a layer."""
 
     name: str
@@ -58,7 +58,9 @@ class Call:
 class Reloader:
     """Reloads the layers of `model` for which all tensors are given."""
 
-    def __init__(self, model: nn.Module, shapes: dict[str, torch.Size], calls: dict[nn.Module, list[Call]]) -> None:
+    def __init__(
+        self, model: nn.Module, shapes: dict[str, torch.Size], calls: dict[nn.Module, list[LoaderCall]]
+    ) -> None:
         self._model, self._shapes, self._calls = model, shapes, calls
         self._names = {layer: {call.name for call in own} for layer, own in calls.items()}
         self._layers: dict[str, list[nn.Module]] = {name: [] for name in shapes}
@@ -123,7 +125,7 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
     tensors of its checkpoint."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    calls: dict[nn.Module, list[Call]] = {}
+    calls: dict[nn.Module, list[LoaderCall]] = {}
     copied = 0
 
     def recorder(layer: nn.Module, parameter: str, loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +137,7 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
             bound.apply_defaults()
             # Raises ValueError if the tensor was changed.
             (slot,) = [key for key, value in bound.arguments.items() if id(value) in names]
-            call = Call(names[id(bound.arguments[slot])], parameter, signature, dict(bound.arguments), slot)
+            call = LoaderCall(names[id(bound.arguments[slot])], parameter, signature, dict(bound.arguments), slot)
             calls.setdefault(layer, []).append(call)
             # On the meta device, so that biases, which vLLM leaves in place, keep their values.
             bound.arguments["param"] = to_meta_tensor(bound.arguments["param"])

@@ -11,7 +11,7 @@ from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.signs import part_done
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import Heads, family_of
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
@@ -103,9 +103,8 @@ def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, wor
     from vllm.transformers_utils.config import get_config
 
     config = get_config(directory, trust_remote_code=False).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes: int = 2 * 4 * config.num_hidden_layers * math.ceil(heads / world_size) * head_dim
+    heads = Heads.of(config)
+    token_bytes: int = 2 * 4 * config.num_hidden_layers * math.ceil(heads.keys / world_size) * heads.size
     blocks = 2 * SEQUENCES * math.ceil(max_length / BLOCK_TOKENS)
     return min(blocks * BLOCK_TOKENS * token_bytes, round(runtime.generator_memory_gib * 2**30))
 

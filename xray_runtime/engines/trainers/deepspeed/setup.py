@@ -89,7 +89,7 @@ def release_model(engine: Any) -> None:
         getattr(cell.cell_contents, "cache_clear", lambda: None)()
 
 
-class Partition:
+class ZeroPartition:
     """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says: leaves every rank its share."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xray_runtime.engines.shard_loading import Split
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.family import Heads
 from xray_runtime.models.heads import HeadedLM
 
 
@@ -24,10 +25,11 @@ def check_split(lm: Any, degree: int, field: str) -> None:
     """Raises ValueError if `lm` cannot be split over `degree` peers, as `field` requires."""
     refused = f"{field}.tensor_parallel: {degree} is not allowed"
     config = lm.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % degree or kv_heads % degree:
-        raise ValueError(f"{refused}: it must divide the model's {heads} heads and {kv_heads} key-value heads")
+    heads = Heads.of(config)
+    if heads.queries % degree or heads.keys % degree:
+        raise ValueError(
+            f"{refused}: it must divide the model's {heads.queries} heads and {heads.keys} key-value heads"
+        )
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"{refused}: a {type(lm).__name__} has no tensor-parallel plan")
     try:

@@ -25,7 +25,7 @@ from xray_runtime.engines.threads import add_gradients
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.setup import (
-    Partition,
+    ZeroPartition,
     communication,
     mixed_precision,
     offload,
@@ -80,7 +80,7 @@ class ZeroEngine(Scorer):
         }
         mixed = layout.precision != "float32"
         dtype = getattr(torch, layout.precision)
-        load_shard(module, weights, device, dtype, Partition(config, dtype) if self.stage == 3 else None)
+        load_shard(module, weights, device, dtype, ZeroPartition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
         optimizer = torch.optim.AdamW(
@@ -322,7 +322,7 @@ class ZeroScorer(Scorer):
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
-        load_shard(module, weights, device, dtype, Partition(config, dtype))
+        load_shard(module, weights, device, dtype, ZeroPartition(config, dtype))
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 

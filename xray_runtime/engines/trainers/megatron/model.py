@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.megatron.weights import padded_vocabulary
+from xray_runtime.models.family import Heads, HFConfig
 from xray_runtime.models.packing import Prompts
 from xray_runtime.models.padding import pad, unpad
 
@@ -43,7 +44,7 @@ class MegatronLM(GPTModel):
     branches = ()
 
     def __init__(
-        self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool, dtype: torch.dtype
+        self, config: HFConfig, topology: Topology, inv_freq: Tensor, *, scalar_head: bool, dtype: torch.dtype
     ) -> None:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -134,13 +135,13 @@ class _Gather(torch.autograd.Function):
         return gradients[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
 
 
-def _megatron_config(config: Any, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
+def _megatron_config(config: HFConfig, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        kv_channels=Heads.of(config).size,
         ffn_hidden_size=config.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,

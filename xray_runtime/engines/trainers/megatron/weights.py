@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from xray_runtime.engines.layouts import EngineConfig
-from xray_runtime.models.family import family_of
+from xray_runtime.models.family import Heads, HFConfig, family_of
 from xray_runtime.models.heads import HeadedLM
 
 PLAIN_ROPE = ("default", "linear", "llama3")
@@ -118,7 +117,7 @@ def padded_vocabulary(vocab_size: int, peers: int) -> int:
     return -(-vocab_size // peers) * peers
 
 
-def llama(config: Any, layers: range, peers: int, *, scalar: bool = False) -> dict[str, Fused]:
+def llama(config: HFConfig, layers: range, peers: int, *, scalar: bool = False) -> dict[str, Fused]:
     """Megatron's name → its parameter, for the pipeline stage with `layers` of a Llama.
 
     Args:
@@ -127,8 +126,8 @@ def llama(config: Any, layers: range, peers: int, *, scalar: bool = False) -> di
         scalar: whether the last stage has the scalar head of a `HeadedLM`.
     """
     hidden, wide, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    heads, groups = config.num_attention_heads * head, config.num_key_value_heads
+    queries, groups, head = Heads.of(config)
+    heads = queries * head
 
     def split(dim: int, blocks: int, **pieces: tuple[int, ...]) -> Fused:
         return Fused(tuple(pieces), tuple(pieces.values()), dim, blocks)

@@ -26,7 +26,7 @@ ID_STEP = 2**32
 """Added to a row's `id` for each further branch."""
 
 
-def encoded_branches(rows: Sequence[Row]) -> list[int]:
+def encoded_branches(rows: Sequence[BranchRow]) -> list[int]:
     """The branches of one episode as numbers."""
     return [number for row in rows for number in (len(row.prompt), len(row.ids), *row.prompt)]
 
@@ -94,7 +94,7 @@ class BranchRows(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Row:
+class BranchRow:
     """One branch of an episode, to train on."""
 
     prompt: list[int]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from xray_runtime.data.batch import Rollout
-from xray_runtime.methods.common.environment import EPISODE_SOURCES, AgentConfig, EnvironmentConfig
+from xray_runtime.methods.common.environment import EPISODE_SOURCES, AgentConfig, EnvironmentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class SamplerSetup:
     """The checkpoint, which keeps agents' records that no ledger has."""
 
 
-class Sampler(Protocol):
+class RolloutSampler(Protocol):
     """Samples a reply, or plays an episode, for each prompt of a batch."""
 
     def sample(self, batch: EpisodeBatch) -> Rollout: ...
 
 
-class EpisodeSampler(Sampler, Protocol):
+class EpisodeSampler(RolloutSampler, Protocol):
     """Plays the episodes of one stage."""
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
@@ -117,9 +117,9 @@ def in_flight_of(stage: Stage[Any, Any], episodes: EpisodeSampler | None, prompt
 @contextmanager
 def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
     """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
-    config = getattr(setup.stage.config, "environment", None)
-    if config is None:
+    environment = environment_of(setup.stage.config)
+    if environment is None:
         yield None
         return
-    with source_of(config).open(setup) as episodes:
+    with source_of(environment).open(setup) as episodes:
         yield episodes

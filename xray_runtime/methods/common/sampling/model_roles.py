@@ -6,6 +6,8 @@ from itertools import chain
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
+from xray_runtime.methods.best_of_n.config import GroupsConfig
+from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.rewards.config import JudgingConfig
 
 
@@ -21,7 +23,9 @@ def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **facts: 
     return {name: frozen(config.frozen, name, scores_tokens=False, trunk=of, **facts) for name, of in trunks.items()}
 
 
-def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_tokens: int) -> dict[str, ModelRole]:
+def sampling_models(
+    config: GroupsConfig | EvaluationConfig, shape: str, data: str, *, rows: int, reply_tokens: int
+) -> dict[str, ModelRole]:
     """The generator of `config`, and the reward models that score what it samples."""
     facts: dict[str, Any] = {"data": data, "rows": rows, "reply_tokens": reply_tokens}
     return {"generator": sampled(config.generator, shape, **facts), **scoring_models(config, **facts)}

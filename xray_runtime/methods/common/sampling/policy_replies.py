@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.data.batch import Rollout
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch, Prompt, episode_means
-from xray_runtime.methods.common.sampling.episode_source import Sampler, SamplerSetup, open_episodes
+from xray_runtime.methods.common.sampling.episode_source import RolloutSampler, SamplerSetup, open_episodes
 from xray_runtime.methods.common.sampling.sampled_replies import ReplySampler, sampling_of
 from xray_runtime.methods.common.sampling.scoring import (
     episode_scores,
@@ -33,7 +33,7 @@ GENERATION_BATCH = 512
 
 
 @contextmanager
-def open_sampler(setup: SamplerSetup) -> Iterator[Sampler]:
+def open_sampler(setup: SamplerSetup) -> Iterator[RolloutSampler]:
     """The stage's episodes, or single replies if it has no environment."""
     with open_episodes(setup) as episodes:
         yield ReplySampler(setup.stage, setup.generator, setup.sampling) if episodes is None else episodes

@@ -100,6 +100,12 @@ class ScoredRollout:
     def num_dropped(self) -> int:
         return sum(len(round.replies) for round in self.dropped)
 
+    def rewards_by_prompt(self, weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """(prompt of each reply, its reward before scaling; NaN: it has none), with those of replaced rows."""
+        rounds = (self, *self.dropped)
+        prompts = np.concatenate([round.rollout.prompt for round in rounds])
+        return prompts, np.concatenate([weighted_sum(round.sources, weights).double().numpy() for round in rounds])
+
     def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
         """The same with `by` in the rows at `places`."""
         index = np.arange(len(self.replies))
@@ -143,7 +149,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
     )
 
 
-class Scorer:
+class RolloutScorer:
     """Scores rollouts with the models of a stage.
 
     Args:

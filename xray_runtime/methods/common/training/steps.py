@@ -110,7 +110,7 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One optimizer step of each of a stage's models on the same rows."""
 
     lr: float
@@ -128,7 +128,7 @@ class Stepper:
     def __init__(self, stage: Stage[Any, Any], models: Sequence[Learning], steps: int, skipped: SkippedSteps) -> None:
         self._stage, self._models, self._steps, self._skipped = stage, models, steps, skipped
 
-    def step(self, number: int, rows: TextBatch, totals: StepTotals) -> Step:
+    def step(self, number: int, rows: TextBatch, totals: StepTotals) -> TrainingStep:
         """Step `number`, from 0, of all models at the same time.
 
         Raises:
@@ -141,4 +141,4 @@ class Stepper:
         results = {each.role: read_step(answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
         taken = [self._skipped.check_step(self._stage, role, number, found) for role, found in results.items()]
-        return Step(rates[0], totals, results, all(taken))
+        return TrainingStep(rates[0], totals, results, all(taken))
