@@ -23,6 +23,10 @@ import xray
 
 CELL, CELLS, MOST = 16, 3, 4
 """Pixels of a cell, cells of a side, and most squares in a picture; a token of the model sees one cell."""
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 COLORS = ["#d33", "#283", "#23c", "#a3a", "#c70"]
 
 
@@ -50,16 +54,20 @@ def write_pictures(folder: Path, count: int = 1600, right: float = 0.5) -> Path:
 
 
 def write_model(directory: Path) -> None:
-    """A Qwen2.5-VL of 0.2M parameters with random weights, its tokenizer and its processor."""
+    """A Qwen2.5-VL of 0.4M parameters with random weights, its tokenizer of bytes, and its processor."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
-    from xray_runtime.data.tokenizing import train_tokenizer
-
+    vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    of_bytes = Tokenizer(models.BPE(vocabulary, []))
+    of_bytes.pre_tokenizer, of_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=of_bytes, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=TEMPLATE
+    )
     marks = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
-    tokenizer = train_tokenizer(["How many squares?", "1 2 3 4 5 6 7 8 9"], 300)
-    tokenizer.add_tokens(list(marks.values()), special_tokens=True)
+    tokenizer.add_tokens(["<|im_start|>", *marks.values()], special_tokens=True)
     numbers = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}

@@ -25,11 +25,11 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
-from xray_runtime.models.attention import attention_of
+from xray_runtime.models.attention import attention_of, auto_class
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.fresh import fresh_llama as fresh_llama
-from xray_runtime.models.pictures import PROCESSOR, load_processor, picture_tokens
+from xray_runtime.models.pictures import PROCESSOR, picture_tokens
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -67,8 +67,6 @@ class Pretrained(NamedTuple):
     """See `_Weights`."""
     left_out: list[str]
     """See `_Weights`."""
-    processor: Any
-    """transformers' image processor; None: it reads no pictures."""
 
 
 def read_pretrained(model: str, chat_template: str | None = None, adapter: str | None = None) -> Pretrained:
@@ -95,7 +93,6 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
             check_no_adapter(name, "name the model that it was trained on, and this directory as base.adapter")
             found, missing = _read_files(model, name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        processor = None if family_of(found.lm.config.model_type).pictures is None else load_processor(name)
     except ForeignModelError as error:
         raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
     except Exception as error:
@@ -117,7 +114,7 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
         no_row = check_vocabulary(lm, tokenizer)
     except ForeignModelError as error:
         raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
-    return Pretrained(lm, tokenizer, files, found.left_out + no_row, processor)
+    return Pretrained(lm, tokenizer, files, found.left_out + no_row)
 
 
 def _read_files(model: str, name: str) -> tuple[_Weights, str | None]:
@@ -195,12 +192,7 @@ def _without_quantization(lm: Any) -> nn.Module:
 
 
 def save_model(
-    lm: Any,
-    tokenizer: Tokenizer,
-    directory: Path,
-    stops: Sequence[int] = (),
-    files: Mapping[str, Path] | None = None,
-    processor: Any = None,
+    lm: Any, tokenizer: Tokenizer, directory: Path, stops: Sequence[int] = (), files: Mapping[str, Path] | None = None
 ) -> None:
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
@@ -208,7 +200,6 @@ def save_model(
         stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
             generation_config.json.
         files: of a skeleton (`read_pretrained`).
-        processor: of pictures.
     """
     lm.config._name_or_path = ""
     ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id
@@ -222,8 +213,6 @@ def save_model(
         lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
-    if processor is not None:
-        processor.save_pretrained(directory)
 
 
 def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
@@ -310,12 +299,6 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
     random numbers in its place). `family`: one of transformers' Auto classes."""
     model, report = load_reported(family, name, **options)
     return model, min(report["missing_keys"], default=None)
-
-
-def auto_class(config: Any) -> Any:
-    """transformers' Auto class of a causal LM of this config, which may also read pictures."""
-    reads_pictures = family_of(config.model_type).pictures is not None
-    return transformers.AutoModelForImageTextToText if reads_pictures else transformers.AutoModelForCausalLM
 
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -27,6 +27,7 @@ from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
 from xray_runtime.models.noted_passes import NotedPasses
+from xray_runtime.models.output_layers import BorrowedHead, ScalarHead
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
@@ -89,23 +90,7 @@ class HeadedLM(nn.Module):
         if self.packs:
             use_packed_attention(lm)
         self.has_trunk = trainable_layers is not None
-        self.frozen_layers = 0
-        if trainable_layers is not None:
-            if not self.parts.fit(lm) or family.pictures is not None:
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
-                    f"taken apart, not a {type(lm).__name__}"
-                )
-            check_parts(lm, f"base.trainable_layers: {trainable_layers}")
-            layers = self.layers
-            if trainable_layers > len(layers):
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers"
-                )
-            self.frozen_layers = len(layers) - trainable_layers
-            lm.requires_grad_(False)
-            for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
-                module.requires_grad_(True)
+        self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
         held = list(branches)
         for branch in held:
             if not self.has_trunk or not self._same_trunk(branch.whole):
@@ -114,6 +99,24 @@ class HeadedLM(nn.Module):
             if self.packs:
                 use_packed_attention(branch)
         self.branches: Any = nn.ModuleList(held)
+
+    def _train_top(self, trainable_layers: int) -> int:
+        """Freeze all but the top layers and the final norm; returns the number of frozen layers."""
+        lm = self.lm
+        if not self.parts.fit(lm) or family_of(lm.config.model_type).pictures is not None:
+            raise ValueError(
+                f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
+                f"taken apart, not a {type(lm).__name__}"
+            )
+        check_parts(lm, f"base.trainable_layers: {trainable_layers}")
+        layers = self.layers
+        if trainable_layers > len(layers):
+            raise ValueError(f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers")
+        frozen = len(layers) - trainable_layers
+        lm.requires_grad_(False)
+        for module in (*layers[frozen:], lm.get_submodule(self.parts.norm)):
+            module.requires_grad_(True)
+        return frozen
 
     @property
     def layers(self) -> Any:
@@ -330,27 +333,3 @@ class _ForwardInChunks:
         return (
             self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
         )
-
-
-class ScalarHead(nn.Linear):
-    """One number a state, in float32 at least: the eight bits of bfloat16 would round values and rewards coarsely."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Numbers [..., 1] of hidden states [..., H]."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-
-
-class BorrowedHead(nn.Module):
-    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient.
-
-    In mixed precision it stays float32, and so does its gradient, which is summed over micro-batches here.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight.detach().clone().requires_grad_()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, H]."""
-        return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

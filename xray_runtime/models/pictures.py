@@ -37,10 +37,17 @@ class Picture(NamedTuple):
 
 def load_processor(name: str) -> Any:
     """transformers' image processor of a directory or a hub name, by pillow."""
-    # Of its own module: the package imports the video processors, too, which want torchvision.
+    # The package would import the processors of videos, too, which want torchvision.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=False)
+
+
+def copy_processor(model: str, directory: Path) -> None:
+    """Write the image processor of a model, a hub name or a directory, into its checkpoint, if it reads pictures."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if family_of(config["model_type"]).pictures is not None:
+        load_processor(model).save_pretrained(directory)
 
 
 def picture_tokens(directory: Path) -> PictureTokens | None:
@@ -103,7 +110,7 @@ class PictureReader:
         return torch.cat([self.picture(digest).pixels for digest in digests])
 
     def entering(self, ids: Tensor) -> dict[str, Tensor]:
-        """What enters the language model for padded rows of ids [B, S]: embeddings and positions, or only ids of rows
+        """The input of the language model for padded rows of ids [B, S]: embeddings and positions, or only ids of rows
         without pictures."""
         is_picture = ids < 0
         if not bool(is_picture.any()):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.pictures import ENDINGS
+from xray_runtime.data.pairs import Example, Pairs
+from xray_runtime.data.pictures import ENDINGS, pictures_of
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.kernel.errors import shown
 
@@ -74,14 +75,6 @@ class PictureFolder:
                     self._message(f"{where}: message {n} of {name}", one) for n, one in enumerate(result[name], start=1)
                 ]
         return result
-
-    def keep(self, used: set[str]) -> None:
-        """Remove all pictures but these."""
-        for file in self._folder.iterdir() if self._folder.is_dir() else ():
-            if file.stem not in used:
-                file.unlink()
-        if self._folder.is_dir() and not used:
-            self._folder.rmdir()
 
     def _message(self, where: str, message: Any) -> Any:
         parts = message.get("content") if isinstance(message, dict) else None
@@ -146,3 +139,17 @@ class PictureFolder:
         if not path.is_file():
             raise ValueError(f"{where}: the picture {shown(source)} does not exist in data.pictures")
         return path.read_bytes()
+
+
+def keep_pictures_of(folder: Path, sides: Iterable[Path]) -> int:
+    """Remove all pictures that no row of these files of `Example`s has; returns the number of the others."""
+    if not folder.is_dir():
+        return 0
+    pairs = (pair for side in sides if side.is_file() for pair in Pairs(side, Example))
+    used = {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
+    for file in folder.iterdir():
+        if file.stem not in used:
+            file.unlink()
+    if not used:
+        folder.rmdir()
+    return len(used)

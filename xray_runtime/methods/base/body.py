@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xray_runtime.kernel.store.location import locate
 from xray_runtime.methods.base.generator_trial import check_sampled
-from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens
+from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens, unloadable
+from xray_runtime.models.pictures import copy_processor
 from xray_runtime.models.source_checks import ForeignModelError, check_vocabulary
 from xray_runtime.models.trial import OtherModelError, check_computed
 
@@ -31,13 +33,16 @@ def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     """
     model, field = stage.config.model, f"{stage.name}.model"
     recorder.progress(0, STEPS, "steps", "loading")
-    given = model, stage.config.chat_template, stage.config.adapter
-    lm, tokenizer, files, left_out, processor = read_pretrained(*given)
+    lm, tokenizer, files, left_out = read_pretrained(model, stage.config.chat_template, stage.config.adapter)
     try:
         stops = stop_tokens(tokenizer, lm.generation_config.eos_token_id)
     except ValueError as error:
         raise ValueError(f"{field}: {model!r} cannot be used: {error}") from error
-    save_model(lm, tokenizer, out, stops, files, processor)
+    save_model(lm, tokenizer, out, stops, files)
+    try:
+        copy_processor(locate(model)[0], out)
+    except (OSError, ValueError) as error:
+        raise unloadable(field, model, error) from error
     recorder.progress(1, STEPS, "steps", "trying it")
     try:
         check_vocabulary(lm, tokenizer, stops)

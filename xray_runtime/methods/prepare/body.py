@@ -28,11 +28,11 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
-from xray_runtime.data.pictures import FOLDER, pictures_of
+from xray_runtime.data.pictures import FOLDER
 from xray_runtime.data.reading.forms import renamed, usual
 from xray_runtime.data.reading.json_values import check_json
 from xray_runtime.data.reading.keys import Unread
-from xray_runtime.data.reading.pictures import PictureFolder
+from xray_runtime.data.reading.pictures import PictureFolder, keep_pictures_of
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, left_out, prompt_and_replies
 from xray_runtime.data.reading.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
@@ -82,6 +82,8 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     config, unread = stage.config, Unread()
     with DroppedRows(out) as left_out:
         counts = _write_sides(stage, out, recorder, left_out, unread)
+    if kept := keep_pictures_of(out / FOLDER, (out / side for side in (TRAIN, HELDOUT, VALIDATION))):
+        counts["pictures"] = kept
     counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if config.validation_fraction and not counts["validation_pairs"]:
         raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
@@ -116,8 +118,7 @@ def _write_sides(
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
-    pictures = PictureFolder(out / FOLDER, config.pictures)
-    total, source = _read(config, absent, unread, pictures)
+    total, source = _read(config, absent, unread, PictureFolder(out / FOLDER, config.pictures))
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
@@ -163,10 +164,6 @@ def _write_sides(
     counts["train_pairs"] = train.count
     counts.update(_write_unseen(out, unchecked, config, prompts, left_out))
     counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
-    used = _pictures(out)
-    pictures.keep(used)
-    if used:
-        counts["pictures"] = len(used)
     counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
     return counts
 
@@ -195,14 +192,6 @@ def _write_unseen(
                 prompts.add(text)
         path.unlink()
     return counts
-
-
-def _pictures(out: Path) -> set[str]:
-    """The digests of all pictures in kept rows."""
-    pairs = (
-        pair for side in (TRAIN, HELDOUT, VALIDATION) if (out / side).is_file() for pair in Pairs(out / side, Example)
-    )
-    return {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
 
 
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:

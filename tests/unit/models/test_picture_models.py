@@ -34,7 +34,7 @@ from xray_runtime.models.causal_lm import copy_small_files, load_model, load_tok
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.pictures import PictureReader
+from xray_runtime.models.pictures import PictureReader, copy_processor
 from xray_runtime.models.published_check import check_published
 from xray_runtime.models.weight_files import tensor_digest, tensors
 
@@ -51,9 +51,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base as a stage writes it, and a folder of three pictures."""
     folder = tmp_path_factory.mktemp("vlm")
     write_model(folder / "source")
-    lm, tokenizer, files, left_out, processor = read_pretrained(str(folder / "source"))
+    lm, tokenizer, files, left_out = read_pretrained(str(folder / "source"))
     assert not left_out
-    save_model(lm, tokenizer, folder / "base", (tokenizer.eos_token_id,), files, processor)
+    save_model(lm, tokenizer, folder / "base", (tokenizer.eos_token_id,), files)
+    copy_processor(str(folder / "source"), folder / "base")
     check_written(folder / "base", None)
     return folder
 
