@@ -34,7 +34,7 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
     import torch
     import transformers
 
-    from xray_runtime.models.attention import attention_of
+    from xray_runtime.models.attention import attention_of, auto_class
 
     try:
         if fields is None:
@@ -43,9 +43,7 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
             config = transformers.AutoConfig.for_model(**fields)
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
-            lm: Any = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention_of(config), **NO_CODE
-            )
+            lm: Any = auto_class(config).from_config(config, attn_implementation=attention_of(config), **NO_CODE)
         lm.tie_weights()
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")
