@@ -131,7 +131,7 @@ class ChatFormat:
         """`PictureTokens.expand`, where messages have pictures."""
         pictures, written = pictures_of(messages), PictureTokens.of(self._tokenizer)
         if not pictures or written is None:
-            return ids, [*range(len(ids) + 1)]
+            return ids, []
         return written.expand(ids, pictures)
 
     def replies(self, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False) -> list[list[int]]:
@@ -158,6 +158,8 @@ class ChatFormat:
         ]
 
     def _with_pictures(self, turns: Turns, row: _Row) -> Turns:
+        if not pictures_of(row.messages):
+            return turns
         ids, places = self._expanded(turns.ids, row.messages)
         return Turns(ids, [(places[start], places[end]) for start, end in turns.spans])
 

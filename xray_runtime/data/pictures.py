@@ -106,7 +106,9 @@ class PictureTokens:
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         """(ids with each `token` replaced by the ids of the next picture, the place there of each given id, and the
-        end)."""
+        end). Raises ValueError: `ids`, which may end earlier, have more places than pictures."""
+        if ids.count(self.token) > len(pictures):
+            raise ValueError("the chat template writes more pictures than the messages have")
         found: list[int] = []
         places = []
         remaining = iter(pictures)

@@ -8,8 +8,9 @@ trained, so they are computed once and remembered.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,14 +23,32 @@ from xray_runtime.models.family import family_of
 
 PROCESSOR = "preprocessor_config.json"
 REMEMBERED = 2**28
-"""Bytes of features that are remembered."""
+"""Bytes of pictures' numbers, and of features, that are remembered."""
 
 
-class Picture(NamedTuple):
-    """A picture as the tower takes it."""
+class Remembered:
+    """Tensors by name, which `make` makes; the ones that were used last stay, up to `REMEMBERED` bytes."""
 
-    pixels: Tensor
-    """[patches, numbers of a patch]"""
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make, self._held, self._num_bytes = make, OrderedDict[str, Tensor](), 0
+        # Micro-batches may be computed by several threads.
+        self._lock = threading.RLock()
+
+    def __call__(self, name: str) -> Tensor:
+        with self._lock:
+            found = self._held.pop(name, None)
+            if found is None:
+                found = self._make(name)
+                self._num_bytes += found.nbytes
+            self._held[name] = found
+            while self._num_bytes > REMEMBERED and len(self._held) > 1:
+                self._num_bytes -= self._held.popitem(last=False)[1].nbytes
+            return found
+
+
+class PictureSize(NamedTuple):
+    """What a picture takes."""
+
     grid: Tensor
     """Time, rows and columns of its patches [1, 3]."""
     num_tokens: int
@@ -79,23 +98,29 @@ class PictureReader:
         self._lm, self._family, self._files = lm, family, PictureFiles(folders)
         self._processor = load_processor(str(checkpoint))
         self._token: int = getattr(lm.config, family.tokens[1])
-        self._read: dict[str, Picture] = {}
-        self._features: OrderedDict[str, Tensor] = OrderedDict()
+        self._sizes: dict[str, PictureSize] = {}
+        self._pixels, self._features = Remembered(self._read), Remembered(self._compute)
 
-    def picture(self, digest: str) -> Picture:
+    def size(self, digest: str) -> PictureSize:
         """Raises ValueError: there is no such picture, or it is damaged."""
-        if digest not in self._read:
-            from PIL import Image
+        if digest not in self._sizes:
+            self._pixels(digest)
+        return self._sizes[digest]
 
-            with Image.open(self._files.path(digest)) as image:
-                found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
-                count = self._family.count(self._processor, *image.size)
-            self._read[digest] = Picture(found["pixel_values"], found["image_grid_thw"], count)
-        return self._read[digest]
+    def _read(self, digest: str) -> Tensor:
+        """[patches, numbers of a patch]"""
+        from PIL import Image
+
+        with Image.open(self._files.path(digest)) as image:
+            found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+            count = self._family.count(self._processor, *image.size)
+        self._sizes[digest] = PictureSize(found["image_grid_thw"], count)
+        pixels: Tensor = found["pixel_values"]
+        return pixels
 
     def in_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The pictures of rows of ids, in order."""
-        return [digest for ids in rows for digest in pictures_in(ids, lambda one: self.picture(one).num_tokens)]
+        return [digest for ids in rows for digest in pictures_in(ids, lambda one: self.size(one).num_tokens)]
 
     def as_tokens(self, ids: Tensor) -> Tensor:
         """Ids as transformers has them."""
@@ -103,11 +128,11 @@ class PictureReader:
 
     def grids(self, digests: Sequence[str]) -> Tensor:
         """[pictures, 3]"""
-        return torch.cat([self.picture(digest).grid for digest in digests])
+        return torch.cat([self.size(digest).grid for digest in digests])
 
     def pixels(self, digests: Sequence[str]) -> Tensor:
         """[patches of all pictures, numbers of a patch]"""
-        return torch.cat([self.picture(digest).pixels for digest in digests])
+        return torch.cat([self._pixels(digest) for digest in digests])
 
     def entering(self, ids: Tensor) -> dict[str, Tensor]:
         """The input of the language model for padded rows of ids [B, S]: embeddings and positions, or only ids of rows
@@ -117,7 +142,7 @@ class PictureReader:
             return {"input_ids": ids}
         digests, device = self.in_rows(ids.tolist()), ids.device
         with torch.no_grad():
-            features = torch.cat([self.features(digest) for digest in digests])
+            features = torch.cat([self._features(digest) for digest in digests])
         embeddings = self._lm.get_input_embeddings()(ids.clamp(min=0))
         embeddings = embeddings.masked_scatter(is_picture[..., None], features.to(embeddings))
         positions, _ = self._lm.model.get_rope_index(
@@ -125,16 +150,10 @@ class PictureReader:
         )
         return {"inputs_embeds": embeddings, "position_ids": positions}
 
-    def features(self, digest: str) -> Tensor:
+    def _compute(self, digest: str) -> Tensor:
         """Features [tokens, H] of a picture."""
-        found = self._features.get(digest)
-        if found is None:
-            one, device = self.picture(digest), self._lm.get_input_embeddings().weight.device
-            found = features_of(self._lm, one.pixels.to(device), one.grid.to(device))
-            self._features[digest] = found
-            while len(self._features) * found.numel() * found.element_size() > REMEMBERED:
-                self._features.popitem(last=False)
-        return found
+        device = self._lm.get_input_embeddings().weight.device
+        return features_of(self._lm, self._pixels(digest).to(device), self.size(digest).grid.to(device))
 
 
 def features_of(lm: Any, pixels: Tensor, grid: Tensor) -> Tensor:

@@ -214,6 +214,10 @@ USER, ANSWER = {"role": "user", "content": f"{PLACEHOLDER}what?"}, {"role": "ass
             "line 2: prompt has 1 placeholders <image>, and images has 0 pictures",
         ),
         (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Is"}, {"type": "image"}]}]},
+            "line 2: message 1 of prompt: the picture is missing; its keys are type",
+        ),
+        (
             {"prompt": [{"role": "user", "content": [{"type": "image", "path": "0.png"}, USER["content"]]}]},
             "line 2: message 1 of prompt",
         ),

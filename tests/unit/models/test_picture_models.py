@@ -34,7 +34,8 @@ from xray_runtime.models.causal_lm import copy_small_files, load_model, load_tok
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.pictures import PictureReader, copy_processor
+from xray_runtime.models.picture_trial import check_pictures
+from xray_runtime.models.pictures import PictureReader, Remembered, copy_processor, features_of
 from xray_runtime.models.published_check import check_published
 from xray_runtime.models.weight_files import tensor_digest, tensors
 
@@ -153,6 +154,32 @@ def test_the_tower_is_not_trained_and_published_again(directory: Path, prompts: 
     written = {name: tensor_digest(after[name]) for name in changed}
     logprobs = transformers_logprobs(tmp_path / "out")
     check_published(tmp_path / "out", directory / "base", written, ("float32", logprobs))
+
+
+def test_a_base_that_reads_pictures_otherwise_is_refused(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
+) -> None:
+    def shifted(lm: Any, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return features_of(lm, pixels, grid).roll(1, 0)
+
+    monkeypatch.setattr("xray_runtime.models.pictures.features_of", shifted)
+    with message_texts.raises(ValueError) as caught:
+        check_pictures(load_model(directory / "base"), directory / "base", tmp_path)
+    assert "states of a picture differ by" in str(caught.value)
+
+
+def test_little_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xray_runtime.models.pictures.REMEMBERED", 100)
+    made: list[str] = []
+
+    def make(name: str) -> torch.Tensor:
+        made.append(name)
+        return torch.zeros(10)  # 40 bytes
+
+    remembered = Remembered(make)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        remembered(name)
+    assert made == ["a", "b", "c", "b"]  # c took the place of b, which was used before a
 
 
 def transformers_logprobs(directory: Path) -> list[float]:

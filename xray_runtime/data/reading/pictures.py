@@ -71,21 +71,25 @@ class PictureFolder:
             result["images"] = [self._take(f"{where}: {name} {n}", one) for n, one in enumerate(listed, start=1)]
         for name in MESSAGES:
             if isinstance(result.get(name), list):
-                result[name] = [
-                    self._message(f"{where}: message {n} of {name}", one) for n, one in enumerate(result[name], start=1)
-                ]
+                messages = enumerate(result[name], start=1)
+                has_column = "images" in result
+                result[name] = [self._message(f"{where}: message {n} of {name}", m, has_column) for n, m in messages]
         return result
 
-    def _message(self, where: str, message: Any) -> Any:
+    def _message(self, where: str, message: Any, has_column: bool) -> Any:
         parts = message.get("content") if isinstance(message, dict) else None
         return (
-            message | {"content": [self._part(where, part) for part in parts]} if isinstance(parts, list) else message
+            message | {"content": [self._part(where, part, has_column) for part in parts]}
+            if isinstance(parts, list)
+            else message
         )
 
-    def _part(self, where: str, part: Any) -> Any:
+    def _part(self, where: str, part: Any, has_column: bool) -> Any:
         if not isinstance(part, dict) or part.get("type") not in PICTURE_PARTS:
             return part
-        return self._take(where, part) if any(key in part for key in KEYS) else FROM_COLUMN
+        if has_column and not any(key in part for key in KEYS):
+            return FROM_COLUMN
+        return self._take(where, part)
 
     def _take(self, where: str, source: Any) -> FoundPicture:
         from PIL import Image
