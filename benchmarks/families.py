@@ -54,6 +54,8 @@ YES, NOT_RUN = "●", ""
 VOCABULARY = 320
 STEPS, ITERATIONS, NEW_TOKENS, MAX_LENGTH = 4, 2, 8, 64
 LR = 1e-3
+CONSTANT = 0.2
+"""Deviation of elements that a new model has all alike."""
 
 
 class Difference(RuntimeError):
@@ -99,7 +101,13 @@ def make_source(row: Row) -> Path:
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(model_type(row.name), **fields)
     source = row.directory / "source"
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(source)
+    lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in lm.state_dict().values():
+            # Biases, those by which routers select too, norms: what ignores one shows.
+            if tensor.is_floating_point() and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():
+                tensor += CONSTANT * torch.randn_like(tensor)
+    lm.save_pretrained(source)
     tokenizer.save_pretrained(source)
     return source
 

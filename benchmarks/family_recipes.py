@@ -29,7 +29,11 @@ GROUPED = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
 }
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+LATENT = {
+    **{"kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+    "head_dim": 64,  # of what is rotated
+}
+"""512 + 64 features are cached, the only number that vLLM's kernel for CPU has."""
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 DELTA = {
     **{"num_hidden_layers": 4, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
@@ -80,20 +84,20 @@ RECIPES: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 4, "hybrid_override_pattern": "M-M*", "layers_block_type": None},
     },
     "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": EXPERTS | {"moe_topk": [2, 2], "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": EXPERTS | {"moe_topk": [2, 2], "num_experts_per_tok": 2, "moe_intermediate_size": 96},
     "seed_oss": {},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
-    "exaone4": {"sliding_window": 8, "layer_types": ["full_attention"] * 2},
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
     "granitemoe": EXPERTS | {"logits_scaling": 4.0},
     "granitemoehybrid": EXPERTS | MAMBA | {"shared_intermediate_size": 64, "layer_types": ["mamba", "attention"]},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, "sliding_window": 8},
     "deepseek_v2": GROUPED | LATENT | {"topk_method": "greedy"},
-    "deepseek_v3": GROUPED | LATENT,
+    "deepseek_v3": GROUPED | LATENT | {"topk_method": "noaux_tc"},
     "gpt_oss": EXPERTS | {"sliding_window": 8},
-    "llama4_text": EXPERTS | {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1},
+    "llama4_text": EXPERTS | {"num_experts_per_tok": 1, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 1},
     "mamba": {"state_size": 16, "intermediate_size": OMIT},
     "mamba2": {"state_size": 16, "intermediate_size": OMIT, "num_heads": 4, "head_dim": 32, "n_groups": 1, "expand": 2},
     "bloom": {"n_layer": 2, "n_head": 2},

@@ -1,7 +1,8 @@
 """The server home: the one directory `xray up` keeps everything in, and the state file there.
 
     HOME/state.json          ports and processes of the services
-    HOME/output/             results of lifecycles: checkpoints, records, the signed log, the signing key
+    HOME/output/             results of lifecycles: checkpoints, records, the signed log
+    HOME/signing.pem         the key that signs them, apart from them
     HOME/prefect/, mlflow/   the servers' databases and artifacts
     HOME/ray-token           token for the ports of Ray
     HOME/logs/               the output of every service
@@ -28,8 +29,10 @@ from xray.deployments.databases import VARIABLES, check_databases
 from xray.deployments.service import LOOPBACK, ProcessRecord
 from xray.tasks.preflight import is_loopback
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import new_private_key
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.processes import QUIET
+from xray_runtime.trust.signing import KEY_VARIABLE
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 
@@ -80,6 +83,13 @@ class ServerHome:
         if not self._token.exists():
             write_atomic(self._token, secrets.token_hex(32))
             self._token.chmod(0o600)
+        if not self._key.exists():
+            write_atomic(self._key, new_private_key(), 0o600)
+
+    @property
+    def signing_key(self) -> Path | None:
+        """The key that signs what runs here compute; None where `output` has one inside, from before."""
+        return None if (self.output / "keys" / "signing.pem").exists() else self._key
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -123,6 +133,7 @@ class ServerHome:
                 # Other pages in the same browser cannot query Prefect.
                 "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             }
+            | ({KEY_VARIABLE: str(self.signing_key)} if self.signing_key is not None else {})
             | known
             | {
                 # The services write to logs; QUIET is for terminals.
@@ -141,6 +152,10 @@ class ServerHome:
     @property
     def _token(self) -> Path:
         return self.path / "ray-token"
+
+    @property
+    def _key(self) -> Path:
+        return self.path / "signing.pem"
 
 
 def find_server_home(home: Path | None, environment: Mapping[str, str] = os.environ) -> ServerHome:

@@ -46,7 +46,7 @@ from xray_runtime.kernel.graph.kind import StageKind, config_of
 from xray_runtime.kernel.graph.stage_identity import identify
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.report.figures import read_metrics, training_figure
-from xray_runtime.kernel.store.checkpoints import load_manifest
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.content_digest import check_unchanged
 from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.kernel.store.ref import CheckpointRef
@@ -55,6 +55,7 @@ from xray_runtime.kernel.tracking.mirrors import MIRRORS
 from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
 from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.common.training.finite import naming
+from xray_runtime.models.merging import base_of, whole
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.rewards.journal import Journal, publish_answers
 
@@ -183,16 +184,19 @@ class StageJob:
         self._progress(spec.name, 0, 0, "", "starting")
         for parent in self._parents.values():
             store.ensure_local(parent)
+            _ensure_bases(store, parent.path)
         parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
         evidence().log_checkpoints(self._output, parents, here=False)
         with store.building(spec.name, self._key) as built:
             if self._kind.models(self._config):
                 import_transformers()
 
-            def body(runtime: RuntimeConfig) -> int:
-                return self._kind.run(self._stage(runtime, recorder), built, recorder)
+            with _whole_parents(built, self._parents) as paths:
 
-            step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
+                def body(runtime: RuntimeConfig) -> int:
+                    return self._kind.run(self._stage(runtime, recorder, paths), built, recorder)
+
+                step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
             publish_answers(Journal(recorder.kept, recorder.kept_shared, recorder.seal), built)
             for outside in self._outside:
                 check_unchanged(outside, self._memory)
@@ -232,8 +236,8 @@ class StageJob:
             ],
         )
 
-    def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder) -> Stage[Any, Any]:
-        inputs = self._kind.inputs_at({role: parent.path for role, parent in self._parents.items()})
+    def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder, paths: Mapping[str, Path]) -> Stage[Any, Any]:
+        inputs = self._kind.inputs_at(paths)
         return Stage(
             name=self._spec.name,
             seed=self._spec.seed,
@@ -246,6 +250,26 @@ class StageJob:
             kept_shared=recorder.kept_shared,
             seal=recorder.seal,
         )
+
+
+def _ensure_bases(store: Store, directory: Path) -> None:
+    """Check, or fetch, the checkpoints with the weights of one that is an adapter alone."""
+    while (base := base_of(directory)) is not None:
+        ref = CheckpointRef(uri=str(base.directory), sha256=base.sha256, stage="", kind="", type="Model", step=0)
+        store.ensure_local(ref)
+        directory = base.directory
+
+
+@contextmanager
+def _whole_parents(built: Path, parents: Mapping[str, CheckpointRef]) -> Iterator[dict[str, Path]]:
+    """The directory of each parent; of one that is an adapter alone, the whole model, which lasts as long as this."""
+    # Beside `built`: what a killed process leaves is removed with it.
+    place = built.with_name(f"{built.name}-inputs")
+    place.mkdir()
+    try:
+        yield {role: whole(parent.path, place) for role, parent in parents.items()}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def run_in_memory(

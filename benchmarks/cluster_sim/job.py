@@ -29,8 +29,9 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.kernel.tracking.recorder import StageRecorder, read_points
 from xray_runtime.methods.ppo.body import run
-from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.rewards.kinds.model import RewardModelTerm
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
+import torch
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -22,6 +23,9 @@ from xray_runtime.cluster.whole_model import WholeModel
 from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.lora import LoRAConfig
 
 RUN_ID = "tests"
 SECONDS = 120
@@ -84,6 +88,15 @@ def gone(pid: int) -> bool:
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not psutil.pid_exists(pid)
+
+
+def learned(model: Path, lora: LoRAConfig, seed: int) -> Adapters:
+    """Adapters of `model` that have learned something."""
+    adapters, random = Adapters(load_model(model), lora, model, seed=3), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapters.layers.values():
+            layer.lora_B.weight.normal_(std=0.1, generator=random)
+    return adapters
 
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")

@@ -12,6 +12,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from tests.component.models import learned
 from tests.message_texts import Messages
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.generation import Generation
@@ -23,22 +24,13 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import copy_model, load_model
+from xray_runtime.models.causal_lm import copy_model
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.weight_files import overwrite
 
 LORA = LoRAConfig(rank=3, alpha=6.0, rslora=True, target_modules=["q_proj", "o_proj", "gate_proj", "up_proj"])
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 PROMPTS, SEEDS = [[5, 9, 12, 40, 41, 42, 43, 44], [7, 8], [30, 31, 32, 33]] * 4, list(range(12))
-
-
-def learned(model: Path, seed: int) -> Adapters:
-    lm = load_model(model)
-    adapters, random = Adapters(lm, LORA, model, seed=3), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in adapters.layers.values():
-            layer.lora_B.weight.normal_(std=0.05, generator=random)
-    return adapters
 
 
 def tensors(adapters: Adapters) -> dict[str, torch.Tensor]:
@@ -49,25 +41,25 @@ def replies(engine: Generation, version: int) -> ReplyBatch:
     return engine.generate(PROMPTS, SEEDS, SAMPLING, version)
 
 
-def engine_of(directory: Path, lora: LoRAConfig | None) -> Generation:
+def engine_of(directory: Path, lora: LoRAConfig | None, engine: str = "vllm") -> Generation:
     runtime = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
-    return Generation(directory, 32, GeneratorConfig(), runtime, EngineRank("cpu"), lora)
+    return Generation(directory, 32, GeneratorConfig(engine=engine), runtime, EngineRank("cpu"), lora)
 
 
 @ray.remote(max_calls=1)
-def _merged(directory: Path, base: Path) -> list[ReplyBatch]:
-    engine = engine_of(base, None)
+def _merged(directory: Path, base: Path, library: str) -> list[ReplyBatch]:
+    engine = engine_of(base, None, library)
     first = replies(engine, 0)
     engine.restart(directory, 1)
     return [first, replies(engine, 1)]
 
 
 @ray.remote(max_calls=1)
-def _beside(base: Path, place: Path) -> dict[str, Any]:
-    engine, memory = engine_of(base, LORA), SharedWriter()
+def _beside(base: Path, place: Path, library: str) -> dict[str, Any]:
+    engine, memory = engine_of(base, LORA, library), SharedWriter()
 
     def update(version: int, **changed: torch.Tensor) -> WeightUpdate:
-        return pack((tensors(learned(base, seed=version)) | changed).items(), version, memory)
+        return pack((tensors(learned(base, LORA, version)) | changed).items(), version, memory)
 
     found: dict[str, Any] = {"base": replies(engine, 0)}
     one = update(1)
@@ -86,7 +78,7 @@ def _beside(base: Path, place: Path) -> dict[str, Any]:
         found[f"after {name}"] = replies(engine, 1)
     engine.weights.load(update(4))
     found["four"] = replies(engine, 4)
-    write_adapter(place / "trained" / ADAPTER, LORA, tensors(learned(base, seed=1)))
+    write_adapter(place / "trained" / ADAPTER, LORA, tensors(learned(base, LORA, 1)))
     engine.restart(place / "trained", 5)
     found["published"] = replies(engine, 5)
     engine.restart(base)
@@ -101,13 +93,14 @@ def same(one: ReplyBatch, other: ReplyBatch, limit: float = 0.0) -> bool:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("library", ["vllm", "transformers"])
 def test_an_adapter_beside_the_weights_is_the_merged_policy(
-    tiny_model: Path, tmp_path: Path, message_texts: Messages
+    tiny_model: Path, tmp_path: Path, message_texts: Messages, library: str
 ) -> None:
     copy_model(tiny_model, tmp_path / "merged")
-    overwrite(tmp_path / "merged", learned(tiny_model, seed=1).merged(lambda name, parameter: parameter.data), 0, 1)
+    overwrite(tmp_path / "merged", learned(tiny_model, LORA, 1).merged(lambda name, parameter: parameter.data), 0, 1)
     (base, merged), found = ray.get(
-        [_merged.remote(tmp_path / "merged", tiny_model), _beside.remote(tiny_model, tmp_path)]
+        [_merged.remote(tmp_path / "merged", tiny_model, library), _beside.remote(tiny_model, tmp_path, library)]
     )
     assert same(found["base"], base, 2e-5)
     assert same(found["one"], merged, 2e-5)

@@ -29,6 +29,7 @@ from xray_runtime.models.objectives import ReferenceObjective
 LORA, DORA = LoRAConfig(rank=4, alpha=16.0), LoRAConfig(rank=4, alpha=8.0, rslora=True, dora=True)
 ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (2, 3))
 TP, PP = {"tensor_parallel": 2, "num_workhorses": 2}, {"pipeline_parallel": 2, "num_workhorses": 2}
+SP = {"library": "fsdp2", "sequence_parallel": 2, "num_workhorses": 2}
 FSDP2 = {"library": "fsdp2", "num_workhorses": 2, "zero_stage": 2, "activation_checkpointing": True}
 
 
@@ -107,6 +108,7 @@ def test_off_it_is_the_reference(alone: Any, tiny_model: Path, batches: list[Tex
         pytest.param(FSDP2, id="FSDP2 × 2"),
         pytest.param(TP, id="TP 2"),
         pytest.param(PP, id="PP 2"),
+        pytest.param(SP, id="SP 2", marks=pytest.mark.long),
     ],
 )
 def test_the_layout_does_not_show(

@@ -28,6 +28,7 @@ from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import training_loss
 
 NUM_UPDATES = 3
@@ -204,6 +205,24 @@ def test_ranks_that_share_experts_learn_as_one_process(
     run_ranks(shared, tmp_path, part, batches, range(1), None, place)
     moved = collect(whole, run_ranks(whole, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
     assert differences(Run(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
+
+
+@pytest.mark.long
+def test_adapters_beside_shared_experts_learn_as_in_one_process(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path
+) -> None:
+    model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
+
+    def learned(spec: ModelSpec) -> Run:
+        assert spec.training is not None
+        training = spec.training.model_copy(update={"lora": LoRAConfig(rank=4)})
+        adapted = replace(spec, training=training, adapter_seed=7)
+        return collect(adapted, run_ranks(adapted, tmp_path, part, batches, range(NUM_UPDATES), None, None))
+
+    alone = learned(spec_of(model, {}, 32))
+    assert {name.rpartition(".weight")[0].rpartition(".")[2] for name in alone.weights} >= {"q_proj", "o_proj"}
+    assert not any("experts" in name for name in alone.weights)
+    same(learned(shared_experts(model, 2)), alone)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.component.models import learned
 from tests.unit.agents.environments.caller import CALL, conversation, save_caller
 from tests.unit.kernel.store.published import IDENTITY
 from tests.waiting import wait_until
@@ -34,13 +35,17 @@ from xray_runtime.engines.generators.vllm.server import (
     reasoning_parser,
 )
 from xray_runtime.kernel.evidence.kinds.canary import ArmResult
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.checkpoints import Store
 from xray_runtime.live.serving import NotServedError
 from xray_runtime.live.serving.canary_metrics import CanaryState
 from xray_runtime.live.serving.middleware import SHA256_HEADER
-from xray_runtime.live.serving.replica import ServedModel
+from xray_runtime.live.serving.replica import ServedAdapter, ServedModel
 from xray_runtime.live.serving.server import ModelServer
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.adapter_files import write_adapter
+from xray_runtime.models.causal_lm import copy_model, load_tokenizer
+from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.weight_files import overwrite
 
 PROMPT = [5, 17, 100, 42, 7]
 NEW_TOKENS = 24
@@ -72,9 +77,10 @@ def serving(model: ServedModel) -> Iterator[tuple[ModelServer, str]]:
         server.stop()
 
 
-def greedy(address: str) -> tuple[str, list[int]]:
+def greedy(address: str, **fields: str) -> tuple[str, list[int]]:
     """sha256 of the model by the header, and the tokens of its answer."""
     body = {"prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= fields
     request = urllib.request.Request(address, json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
         content: dict[str, Any] = json.load(answer)
@@ -202,6 +208,38 @@ def test_a_model_is_served_with_its_own_tokens_and_name(cluster: None, model: Se
         with pytest.raises(NotServedError, match="is not the one this checkpoint was published with"):
             server.deploy(dataclasses.replace(model, sha256="0" * 64))
         assert greedy(address)[0] == model.sha256
+
+
+def test_a_base_and_its_adapters_are_served_by_name(cluster: None, model: ServedModel) -> None:
+    lora, root = LoRAConfig(rank=3, target_modules=["o_proj", "q_proj"]), model.directory.parent
+    adapters, policies = [], []
+    for seed in (1, 2):
+        policy, tensors = root / f"policy-{seed}", learned(model.directory, lora, seed)
+        copy_model(model.directory, policy)
+        overwrite(policy, tensors.merged(lambda name, parameter: parameter.detach()), 0, 1)
+        identity = IDENTITY.model_copy(update={"stage": f"ppo-{seed}"})
+        with Store(root).building(identity.stage, identity.key) as built:
+            own = dict(tensors.unmerged(lambda name, parameter: parameter.detach()))
+            write_adapter(built / ADAPTER, lora, own, model.directory.name, model.sha256)
+            ref = Store(root).publish(built, identity, type="Model", step=1, dataset=None)
+        adapters.append(ServedAdapter(f"tuned-{seed}", ref.path, ref.sha256, 3, ("o_proj", "q_proj")))
+        policies.append(dataclasses.replace(model, directory=policy, sha256=ref.sha256))
+    with serving(dataclasses.replace(model, tensor_parallel=1, adapters=tuple(adapters))) as (server, address):
+        expected = [greedy_by_transformers(policy) for policy in policies]
+        base = greedy_by_transformers(model)
+        assert len({tuple(tokens) for _, tokens in (base, *expected)}) == 3
+        # At the same time, too.
+        with ThreadPoolExecutor() as threads:
+            names = ["tiny", "tuned-1", "tuned-2"]
+            found = list(threads.map(lambda name: greedy(address, model=name), names * 4))
+        assert found == [base, *expected] * 4
+        assert greedy(address) == base
+        refused = answered(address, {"prompt": PROMPT, "model": "tuned-3"})
+        assert refused["status"] == 404
+        assert "model: 'tuned-3' is not allowed: must be one of 'tiny', 'tuned-1', 'tuned-2'" in refused["message"]
+        (adapters[0].directory / ADAPTER / "adapter_config.json").write_text("{}")
+        with pytest.raises(NotServedError, match=r"adapter_config\.json"):
+            server.deploy(dataclasses.replace(model, tensor_parallel=1, adapters=tuple(adapters)))
 
 
 @pytest.mark.long

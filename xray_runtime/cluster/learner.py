@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Route
     from xray_runtime.engines.sync.shared_memory import SharedWriter
+    from xray_runtime.models.adapters import Adapters
     from xray_runtime.models.objectives import Objective
 
 
@@ -53,7 +54,6 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.trainer import build_engine, build_scorer
-        from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import published
         from xray_runtime.models.family import family_of
         from xray_runtime.models.heads import HeadedLM
@@ -67,13 +67,13 @@ class Learner(PublishedChecks, Workhorse):
                 raise ValueError(f"{role} does not share the policy's frozen trunk")
         lm = skeleton_of(spec.directory)
         self._published: Any = functools.partial(published, lm)
-        lora = None if spec.training is None else spec.training.lora
+        adapters = _adapters(lm, spec)
         module = HeadedLM(
             lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
             branches=(model.load(role) for role, model in spec.branches.items()),
-            adapters=None if lora is None else Adapters(lm, lora, spec.directory, spec.adapter_seed),
+            adapters=adapters,
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
@@ -258,8 +258,13 @@ class Learner(PublishedChecks, Workhorse):
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""
-        from xray_runtime.models.causal_lm import copy_model
+        from xray_runtime.models.causal_lm import copy_model, copy_small_files
 
+        if not self.spec.publishes_weights:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not number:
+                copy_small_files(self.spec.directory, directory)
+            return
         copy_model(self.spec.directory, directory, number, copiers)
 
     def save(self, directory: Path, head_file: str | None) -> dict[str, str]:
@@ -274,10 +279,11 @@ class Learner(PublishedChecks, Workhorse):
         head: dict[str, torch.Tensor] = {}
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self._weights(head=True):
+            merged = self.spec.publishes_weights
+            for name, tensor in self._weights(head=True, merged=merged):
                 if name.startswith(HEAD_PREFIX):
                     head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
-                else:
+                elif merged:
                     yield name, tensor
 
         written = overwrite(directory, weights(), *self.engine.turn)
@@ -312,6 +318,24 @@ class Learner(PublishedChecks, Workhorse):
                 yield from self._published(name, tensor).items() if merged else [(name, tensor)]
             elif head:
                 yield name, tensor
+
+
+def _adapters(lm: Any, spec: ModelSpec) -> Adapters | None:
+    """Those that are trained, or that a frozen model has; they are put into `lm`."""
+    from xray_runtime.kernel.graph.artifacts import ADAPTER
+    from xray_runtime.models.adapter_files import adapter_files, read_fields
+    from xray_runtime.models.adapters import Adapters
+    from xray_runtime.models.weight_files import tensors_in
+
+    lora = None if spec.training is None else spec.training.lora
+    if spec.adapter is not None:
+        lora = read_fields(spec.adapter / ADAPTER).lora
+    if lora is None:
+        return None
+    adapters = Adapters(lm, lora, spec.directory, spec.adapter_seed)
+    if spec.adapter is not None:
+        adapters.load(dict(tensors_in(adapter_files(spec.adapter))))
+    return adapters
 
 
 def _receive(ranks: list[WorkhorseHandle], step: str, infos: list[dict[str, Any]], version: int) -> None:

@@ -65,12 +65,20 @@ class ModelSpec:
     """Seed of LoRA adapters' first values."""
     pictures: tuple[Path, ...] = ()
     """Folders of the pictures that rows may have."""
+    adapter: Path | None = None
+    """A checkpoint whose adapter a frozen model has beside its weights."""
     reference: Objective | None = None
     """The scores of this model with its adapters off, the reference of a policy."""
     scoring_at_once: int = 1
     """Models that score at the same time, this one included: on a CPU they share `runtime.threads`."""
     training_at_once: int = 1
     """Likewise models that train."""
+
+    @property
+    def publishes_weights(self) -> bool:
+        """Whether it is published with its weights, and not as an adapter alone."""
+        lora = None if self.training is None else self.training.lora
+        return lora is None or lora.publish == "merged"
 
     @property
     def libraries(self) -> str:
@@ -86,9 +94,9 @@ class ModelSpec:
             role: BranchSpec(find(branch.directory), _located(branch.head, find))
             for role, branch in self.branches.items()
         }
-        pictures = tuple(map(find, self.pictures))
-        head = _located(self.head, find)
-        return replace(self, directory=find(self.directory), branches=branches, head=head, pictures=pictures)
+        adapter = None if self.adapter is None else find(self.adapter)
+        moved = replace(self, directory=find(self.directory), adapter=adapter, pictures=tuple(map(find, self.pictures)))
+        return replace(moved, branches=branches, head=_located(self.head, find))
 
 
 def scored_together(specs: Mapping[str, ModelSpec], beside: int = 0) -> dict[str, ModelSpec]:

@@ -94,6 +94,8 @@ class GeneratorCapabilities:
     """It computes adapters beside the frozen weights, so that a sync brings these alone."""
     adapter_rank: int = 0
     """The highest rank of such adapters."""
+    dora: bool = False
+    """It computes DoRA's norms, too."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
     pictures: bool = False

@@ -44,8 +44,7 @@ class Generation:
         adapter: LoRAConfig | None = None,
     ) -> None:
         self._shape, self._directory = _shape(directory, max_length, config, adapter), directory
-        plug, given = generator(config.engine), (directory, max_length, config, runtime, rank)
-        self._sampler = plug.sampler(*given) if adapter is None else plug.adapter_sampler(*given, adapter)
+        self._sampler = generator(config.engine).sampler(directory, max_length, config, runtime, rank, adapter)
         self.layers_of = self._sampler.layers_of
         # A checkpoint of what was trained on this one has the adapter beside its weights.
         files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)

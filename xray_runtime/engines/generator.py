@@ -61,27 +61,22 @@ class Generator(GeneratorPlug, Protocol):
         """Import what is slow, before there is a model."""
 
     def sampler(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
-    ) -> Sampler:
-        """This rank of a model.
-
-        Args:
-            directory: a checkpoint in Hugging Face form.
-            max_length: longest prompt and reply together, in tokens.
-        """
-
-    def adapter_sampler(
         self,
         directory: Path,
         max_length: int,
         config: GeneratorConfig,
         runtime: RuntimeConfig,
         rank: EngineRank,
-        adapter: LoRAConfig,
+        adapter: LoRAConfig | None = None,
     ) -> Sampler:
-        """As `sampler`, for a model whose `write` gets peft's names of an adapter with these fields, or nothing, which
-        takes it out. With `capabilities.adapters`."""
-        raise AssertionError(f"{type(self).__name__} is not asked for this")
+        """This rank of a model.
+
+        Args:
+            directory: a checkpoint in Hugging Face form.
+            max_length: longest prompt and reply together, in tokens.
+            adapter: `write` gets peft's names of an adapter with these fields, or nothing, which takes it out; with
+                `capabilities.adapters` alone.
+        """
 
     def memory_pool(self) -> MemoryPool:
         """With `capabilities.memory_pool`."""

@@ -79,8 +79,8 @@ def unserved(lora: LoRAConfig, generator: GeneratorConfig) -> str | None:
     what = f"generator.engine = {generator.engine!r}"
     if not can(generator.capabilities, "adapters"):
         return unsupported("adapter_sync = 'adapter'", what, able(GENERATORS, "adapters"))
-    if lora.dora:
-        return unsupported("lora.dora with adapter_sync = 'adapter'", what, why="no generator computes DoRA's norms")
+    if lora.dora and not can(generator.capabilities, "dora"):
+        return unsupported("lora.dora with adapter_sync = 'adapter'", what, able(GENERATORS, "dora"))
     if lora.rank > generator.capabilities.adapter_rank:
         most = f"it computes at most {generator.capabilities.adapter_rank}"
         return unsupported(f"lora.rank = {lora.rank} with adapter_sync = 'adapter'", what, why=most)

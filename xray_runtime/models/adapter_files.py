@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.models.lora import LoRAConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from xray_runtime.models.lora import LoRAConfig
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -41,6 +42,29 @@ def write_adapter(
     save_file(held, directory / TENSORS_FILE)
 
 
+class AdapterFields(NamedTuple):
+    """The content of an adapter's config."""
+
+    lora: LoRAConfig
+    base: str
+    """Name of the model that it belongs to."""
+    base_sha256: str
+    """Digest of that model's manifest; empty where peft wrote it."""
+
+
+def read_fields(directory: Path) -> AdapterFields:
+    """The fields of an adapter that `write_adapter` wrote. Raises ValueError: they are not what it writes."""
+    held = json.loads((directory / CONFIG_FILE).read_bytes())
+    lora = LoRAConfig(
+        rank=held["r"],
+        alpha=float(held["lora_alpha"]),
+        rslora=held["use_rslora"],
+        dora=held["use_dora"],
+        target_modules=held["target_modules"],
+    )
+    return AdapterFields(lora, held["base_model_name_or_path"] or "", held.get("base_sha256", ""))
+
+
 def adapter_files(checkpoint: Path) -> dict[str, Path]:
     """Tensor → its file, of the adapter beside a checkpoint's weights. Raises FileNotFoundError: it has none."""
     file = checkpoint / ADAPTER / TENSORS_FILE
@@ -48,8 +72,11 @@ def adapter_files(checkpoint: Path) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), file)
 
 
-def with_adapter(lm: Any, directory: Path, field: str) -> Any:
+def with_adapter(lm: Any, directory: Path, field: str, base: Path) -> Any:
     """`lm` with the LoRA adapter in `directory` merged into its weights, as peft merges it.
+
+    Args:
+        base: the directory of `lm`, if it is one.
 
     Raises:
         ValueError: the directory has no such adapter in safetensors form, or it is another model's; the message begins
@@ -66,11 +93,16 @@ def with_adapter(lm: Any, directory: Path, field: str) -> Any:
         config, held = json.loads((directory / CONFIG_FILE).read_bytes()), load_file(directory / TENSORS_FILE)
         if (kind := config.get("peft_type")) != "LORA":
             raise ValueError(f"its peft_type is {kind}: must be LORA")
+        expected, manifest = config.get("base_sha256"), base / MANIFEST
+        if expected and manifest.is_file() and (actual := file_sha256(manifest)) != expected:
+            raise ValueError(f"it was trained on the checkpoint {expected[:12]}, not on {actual[:12]}")
         peft = PeftModel.from_pretrained(lm, str(directory), local_files_only=True)
     except Exception as error:
         # peft, safetensors and torch raise in forms of their own; torch where sizes differ.
         reason = misfit if isinstance(error, RuntimeError) else first_line(error)
         raise ValueError(f"{refused}: {reason}") from error
+    # peft reads the vocabulary's size from here, and otherwise asks a hub for what may be no name of a model there.
+    peft.peft_config["default"].base_model_name_or_path = str(base)
     # peft leaves out tensors of layers that the model does not have, with no more than a warning.
     taken = get_peft_model_state_dict(peft)
     lost = [n for n, tensor in held.items() if n not in taken or not torch.equal(taken[n].float(), tensor.float())]

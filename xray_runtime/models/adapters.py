@@ -12,7 +12,7 @@ matrices, W + s B A under their Hugging Face names, and read by peft, which comp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +153,34 @@ class Adapters:
 
     def unmerged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         """(peft's name, whole float32 value) of every trained parameter, one at a time."""
+        for peft, (name, parameter) in self._trained().items():
+            yield peft, whole(name, parameter)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with the adapters `tensors` (`unmerged`), or with none where there are none.
+
+        Raises:
+            ValueError: they are of another model's layers.
+        """
+        own = {peft: parameter for peft, (_, parameter) in self._trained().items()}
+        wrong = [n for n in own.keys() | tensors.keys() if n not in own or n not in tensors] if tensors else []
+        wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+        if wrong:
+            raise ValueError(f"the adapter is not of this {type(self._lm).__name__} ({min(wrong)})")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        for layer in self.layers.values():
+            layer.is_off = not tensors
+
+    def _trained(self) -> dict[str, tuple[str, nn.Parameter]]:
+        """peft's name → (name in the `HeadedLM`, parameter)."""
+        found = {}
         for name, layer in self.layers.items():
             for part, parameter in layer.parts().items():
                 peft = "lora_magnitude_vector" if part == "magnitude" else part
-                yield f"{PEFT_PREFIX}{name}.{peft}", whole(f"lm.{name}.{part}", parameter)
+                found[f"{PEFT_PREFIX}{name}.{peft}"] = f"lm.{name}.{part}", parameter
+        return found
 
     def _weight(self, name: str) -> Tensor:
         # Mapped once: merging at every sync reads no file again.

@@ -29,28 +29,34 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
         fields: of its `config.json`, where they are known without it.
 
     Raises:
-        ValueError: transformers builds no causal LM for its config; one line.
+        ValueError: transformers builds no causal LM for its config, or stage `base` would refuse it; one line.
     """
     import torch
     import transformers
 
     from xray_runtime.models.attention import attention_of, auto_class
+    from xray_runtime.models.source_checks import ForeignModelError, check_config
 
+    kind = dict(fields or {}).get("model_type")
     try:
         if fields is None:
             config = transformers.AutoConfig.from_pretrained(locate(model)[0], **NO_CODE)
         else:
             config = transformers.AutoConfig.for_model(**fields)
+        kind = config.model_type
+        check_config(config)
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
             lm: Any = auto_class(config).from_config(config, attn_implementation=attention_of(config), **NO_CODE)
         lm.tie_weights()
+        return shape_of(lm)
+    except ForeignModelError as error:
+        raise ValueError(f"it {error}") from error
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")
         if reason.startswith(MANY_CLASSES):
-            reason = "transformers has no causal language model for this kind of config"
+            reason = f"transformers has no causal language model of the kind {kind!r}"
         raise ValueError(reason) from error
-    return shape_of(lm)
 
 
 def shape_of(lm: Any) -> ModelShape:
@@ -85,6 +91,9 @@ def shape_of(lm: Any) -> ModelShape:
         family=family,
         cached_features=latent + config.qk_rope_head_dim if latent else None,
         experts=experts,
+        # Mamba's classes have no "sdpa", and no attention either.
+        eager=lm.config._attn_implementation == "eager"
+        and any("Attention" in type(module).__name__ for module in layers.modules()),
     )
     # Parameters outside the layers, and the remainder where layers differ in size.
     return replace(shape, extra_parameters=sum(p.numel() for p in lm.parameters()) - shape.num_parameters)

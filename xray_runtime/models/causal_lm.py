@@ -103,7 +103,7 @@ def read_pretrained(model: str, chat_template: str | None = None, adapter: str |
     if adapter is not None:
         if files:
             lm, files = load_weights(transformers.AutoModelForCausalLM, name, **options)[0], {}
-        lm = with_adapter(lm, Path(adapter), "base.adapter")
+        lm = with_adapter(lm, Path(adapter), "base.adapter", Path(name))
     if chat_template is not None:
         try:
             tokenizer.chat_template = named_template(chat_template)

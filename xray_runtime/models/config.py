@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,6 +52,26 @@ class FreshBase(Section):
 ChatTemplate = Annotated[str, Field(pattern=r"^(chatml|.*\.jinja)$")]
 
 
+def named_base(directory: Path) -> str | None:
+    """The base that an adapter in peft's form names: as it is written, or the directory of that name beside the
+    checkpoint that has the adapter. None: `directory` is no adapter, or also a model.
+
+    Raises:
+        ValueError: it names none.
+    """
+    file = directory / "adapter_config.json"
+    if not file.is_file() or (directory / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_bytes())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"model = {str(directory)!r} is not allowed: its adapter_config.json names no base model")
+    beside = directory.absolute().parent.parent / base
+    return str(beside) if beside.is_dir() else base
+
+
 class HubModel(Section):
     """A model by name."""
 
@@ -59,7 +81,18 @@ class HubModel(Section):
     """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
     checkpoint contains it."""
     adapter: Source | None = None
-    """A directory with a LoRA adapter in peft's form, which is merged into `model`."""
+    """A directory with a LoRA adapter in peft's form, which is merged into `model`. Such a directory as `model` stands
+    for the model that its adapter_config.json names, with this adapter."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter_as_model(cls, given: Any) -> Any:
+        model = given.get("model") if isinstance(given, dict) else None
+        if not isinstance(model, str) or (base := named_base(Path(model))) is None:
+            return given
+        if given.get("adapter") is not None:
+            raise ValueError(f"adapter must be left out where model, {model!r}, is an adapter itself")
+        return given | {"model": base, "adapter": model}
 
 
 class PretrainedBase(HubModel):

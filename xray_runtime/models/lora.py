@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,11 @@ class LoRAConfig(Section):
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer and
     a mixture's experts."""
+
+    publish: Literal["merged", "adapter"] = "merged"
+    """`merged`: checkpoints have whole weights, and the adapter beside them. `adapter`: they have the adapter alone,
+    and every stage or command that reads one merges it into the weights of its base, which must be in the same
+    store."""
 
     @property
     def scaling(self) -> float:

@@ -34,7 +34,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
         written = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")) if Path(name).is_dir() else {}
         if not isinstance(written, dict):
             raise ValueError("its config.json is not a JSON object")
-        if is_complete(written):
+        if is_complete(written) and "quantization_config" not in written:
             return from_hf_config(written)
         return built_shape(config.model)
     except (OSError, ValueError) as error:

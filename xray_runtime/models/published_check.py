@@ -19,7 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.models.causal_lm import load_reported, published, saved_shapes
+from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.models.adapter_files import with_adapter
+from xray_runtime.models.causal_lm import load_model, load_reported, published, saved_shapes
+from xray_runtime.models.merging import base_of
 from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
 from xray_runtime.models.weight_files import HEAD_PREFIX, tensor_digest, tensors, weight_files
 
@@ -58,12 +61,15 @@ def check_published(
         PublishedError: a tensor differs from the trained one, or an untrained one from the source's, or is missing, or
             nobody held it; or transformers computes other log-probabilities.
     """
+    base = base_of(directory)
     heads = {name: digest for name, digest in written.items() if name.startswith(HEAD_PREFIX)}
     expected = {name: digest for name, digest in written.items() if name not in heads}
-    for name, tensor in tensors(source):
+    for name, tensor in tensors(source) if base is None else ():
         if name not in expected:
             expected[name] = tensor_digest(tensor)
-    if fits(directory):
+    if base is not None:
+        lm, found = _adapted(directory, source) if fits(source) else None, {}
+    elif fits(directory):
         lm, found = _read(directory)
     else:
         lm, found = None, {name: tensor_digest(tensor) for name, tensor in tensors(directory)}
@@ -111,6 +117,14 @@ def _read(directory: Path) -> tuple[Any, dict[str, str]]:
         if part in saved
     }
     return lm.eval(), found
+
+
+def _adapted(directory: Path, source: Path) -> Any:
+    """The model that peft makes of `source` and the adapter in `directory`."""
+    try:
+        return with_adapter(load_model(source), directory / ADAPTER, "adapter", source).eval()
+    except ValueError as error:
+        raise PublishedError(f"{directory.name}: peft cannot read it: {first_line(error)}") from error
 
 
 def _check_logprobs(lm: Any, directory: Path, logprobs: Sequence[float], limit: float) -> None:

@@ -116,6 +116,8 @@ class ModelShape:
     values."""
     experts: Experts | None = None
     """Those of a mixture, whose `intermediate_size` is that of all that a token takes in one layer."""
+    eager: bool = False
+    """Its attention is not fused: scores of each pair of a row's tokens exist."""
 
     @property
     def embedding_parameters(self) -> int:

@@ -8,32 +8,42 @@ from __future__ import annotations
 import contextlib
 import getpass
 import hashlib
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-from pydantic import Field
-
-from xray_runtime.kernel.evidence.envelope import EvidenceModel, InTotoRecord, sign
-from xray_runtime.kernel.evidence.lines import LogRecord
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import InTotoRecord, load_private, sign
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness, WitnessChosen
+from xray_runtime.kernel.evidence.lines import MAX_BYTES, LogRecord
 from xray_runtime.kernel.evidence.log import END, LOG, digests, view
 from xray_runtime.kernel.evidence.view import START, Decision, Left, Published, SignedEntry, lock
 from xray_runtime.kernel.files import sync, write_atomic
-from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.trust.merkle import MerkleTree
+from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 from xray_runtime.trust.signing import signing_key
+from xray_runtime.trust.witness import (
+    DirectoryWitness,
+    WitnessProblem,
+    cosign_log,
+    is_server,
+    open_witness,
+    read_log_checkpoint,
+)
 
-
-class LogEnd(EvidenceModel):
-    """The log ends in the line whose digest the statement's subject has."""
-
-    at: str
-
-
-class EndRecord(InTotoRecord[LogEnd]):
-    predicate_type: Literal["urn:xray:log-end:v1"] = Field(default="urn:xray:log-end:v1", alias="predicateType")
+LOGGER = logging.getLogger(__name__)
+ORIGIN = "xray.log"
+RETRY_S = 60.0
+"""A process asks a witness again so long after it did not cosign."""
+_RETRY_AT: dict[Path, float] = {}
 
 
 def append(
@@ -55,9 +65,76 @@ def append(
     private = private or signing_key(output)
     with contextlib.nullcontext() if locked else lock(output, "log"):
         line = append_line(output, output / LOG, LogRecord, entry, files or {}, private=private)
-        # After a crash before this, it names the line before.
-        end = EndRecord.of(LogEnd(at=_now()), {LOG: hashlib.sha256(line).hexdigest()})
-        write_atomic(output / END, sign(end, private.read_bytes()))
+        heads, tree = _grown(output, hashlib.sha256(line).hexdigest())
+        checkpoint = LogCheckpoint(origin(heads), len(tree), tree.root(len(tree)))
+        # After a crash before this, it is that of the line before.
+        write_atomic(output / END, str(checkpoint.signed(private.read_bytes())))
+    chosen = view(output).state(LogWitness).chosen
+    if chosen is not None and time.monotonic() >= _RETRY_AT.get(output, 0.0):
+        try:
+            _cosign(output, chosen, private)
+        except WitnessProblem as problem:
+            _RETRY_AT[output] = time.monotonic() + RETRY_S
+            LOGGER.error("%s: the log's witness %s: %s", output, chosen.address, problem)
+
+
+def choose_witness(output: Path, address: str, key: WitnessKey | None, *, by: str) -> WitnessKey:
+    """Have a witness cosign this log from here on; returns its key.
+
+    Args:
+        address: of a server, or a directory, which is made.
+        key: of a server.
+
+    Raises ConfigError: it does not cosign this log.
+    """
+    try:
+        if not is_server(address):
+            Path(address).mkdir(mode=0o700, parents=True, exist_ok=True)
+            address = str(Path(address).resolve())
+            key = DirectoryWitness(Path(address), []).key()
+        if key is None:
+            raise WitnessProblem("--key: the public key that the server prints is required")
+        private = signing_key(output)
+        if not view(output).heads:
+            raise WitnessProblem(f"{output} has no log yet")
+        chosen = WitnessChosen(address=address, key=str(key), by=by)
+        _cosign(output, chosen, private, is_new=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ADDRESS: {address!r} is not allowed: {first_line(error)}") from None
+    append(output, chosen, private=private)
+    return key
+
+
+def _cosign(output: Path, chosen: WitnessChosen, private: Path, *, is_new: bool = False) -> None:
+    with lock(output, "witness"):
+        tree = MerkleTree()
+        # Entries that another process appended meanwhile are in no checkpoint that was read before.
+        checkpoint = read_log_checkpoint(output)
+        tree.follow(view(output).heads)
+        witness = open_witness(chosen.address, [load_private(private.read_bytes()).public_key])
+        cosign_log(output, tree, checkpoint, witness, WitnessKey.parse(chosen.key), is_new=is_new)
+
+
+def origin(heads: Sequence[str]) -> str:
+    """The name of the log with these digests of lines: equal for copies of one log."""
+    return f"{ORIGIN}/{heads[0][:16]}"
+
+
+def _grown(output: Path, last: str) -> tuple[Sequence[str], MerkleTree]:
+    """(digests of the lines, Merkle tree over them) of the log whose last line has this digest."""
+    heads = view(output).heads
+    if not heads or heads[-1] != last:
+        # Behind a line that cannot be read, which an audit names.
+        content = read_bounded(output / LOG, MAX_BYTES)
+        heads = [hashlib.sha256(line).hexdigest() for line in content.splitlines(keepends=True)]
+    tree = _tree(output)
+    tree.follow(heads)
+    return heads, tree
+
+
+@lru_cache(maxsize=8)
+def _tree(output: Path) -> MerkleTree:
+    return MerkleTree()
 
 
 def decide(output: Path, *, by: str | None = None, private: Path | None = None, **fields: Any) -> None:

@@ -15,6 +15,7 @@ from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.history.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.report.html import panels_of
 from xray_runtime.kernel.report.rendering import template
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
@@ -120,9 +121,10 @@ def _records(store: LineageStore, node: Node) -> dict[str, Any]:
     figure = (directory / METRICS).with_suffix(".svg")
     series = read_metrics(directory / METRICS)
     findings = node.kind.findings(series) if node.kind is not None else []
-    # As an image, in which no script runs.
-    drawn = base64.b64encode(figure.read_bytes()).decode() if figure.is_file() else None
-    return {"figure": drawn, "findings": findings, "watched": monitored(series)}
+    # As images, in which no script runs.
+    panels = panels_of(figure.read_text(encoding="utf-8", errors="replace")) if figure.is_file() else []
+    drawn = [base64.b64encode(panel.encode()).decode() for panel in panels]
+    return {"figures": drawn, "findings": findings, "watched": monitored(series)}
 
 
 def _samples(node: Node) -> tuple[list[str], list[list[str]]]:

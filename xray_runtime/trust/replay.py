@@ -32,6 +32,7 @@ from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
+from xray_runtime.models.merging import whole
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
 from xray_runtime.rewards.reward_sources import ENVIRONMENT
@@ -91,7 +92,8 @@ class Replayable:
     kind: StageKind
     config: Section
     runtime: RuntimeConfig
-    inputs: Any
+    paths: dict[str, Path]
+    """Role → checkpoint of each input."""
 
     @property
     def ledger(self) -> Path:
@@ -164,7 +166,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
         except ValueError as error:
             raise ConfigError(f"REF: {node.name}: {error}") from None
     paths = {role: graph.nodes[sha256].directory.absolute() for role, sha256 in manifest.parents.items()}
-    return Replayable(node, kind, config, runtime, kind.inputs_at(paths))
+    return Replayable(node, kind, config, runtime, paths)
 
 
 def replay(
@@ -191,6 +193,11 @@ def replay(
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
+    try:
+        paths = {role: whole(path, scratch / "inputs") for role, path in stage.paths.items()}
+    except ValueError as error:
+        raise ConfigError(f"REF: {error}") from None
+    inputs = stage.kind.inputs_at(paths)
     manifest = stage.node.manifest
 
     @contextmanager
@@ -202,7 +209,7 @@ def replay(
             yield models
 
     body: Stage[Any, Any] = Stage(
-        manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch, seal=seal
+        manifest.stage, manifest.seed, stage.config, inputs, stage.runtime, watched, kept=scratch, seal=seal
     )
     try:
         stage.kind.run(body, out, recorder)

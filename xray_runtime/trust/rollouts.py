@@ -17,8 +17,9 @@ from xray_runtime.kernel.store.damage import check_file
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import LEDGER
 
-Order = Literal["row", "lowest", "highest"]
-"""As in the ledger, or by the reward (or the score of the query's source); rows without one come last."""
+Order = Literal["row", "lowest", "highest", "prompt"]
+"""As in the ledger; by the reward (or the score of the query's source), rows without one last; or by prompt, whose
+replies are then together."""
 PLACE = "place"
 
 
@@ -56,12 +57,13 @@ def checked_order(value: str) -> Order:
 
 
 class Selection:
-    """The rows of a checkpoint's ledger that match `query`: where they are. Tokens are read for a page of them only.
+    """The rows of a checkpoint's ledger that match `query`: where they are. Tokens are read for a page of them only,
+    or, to find `text` in prompts and replies, of all.
 
     Raises ConfigError where there is no ledger, an iteration or source is not in it, or a file is damaged.
     """
 
-    def __init__(self, node: Node, query: Query, order: Order) -> None:
+    def __init__(self, node: Node, query: Query, order: Order, text: str = "") -> None:
         kept = require_ledger(node, *query.iterations)
         listed = {entry.path: entry for entry in node.manifest.files}
         self._node = node
@@ -74,7 +76,7 @@ class Selection:
             name = f"{LEDGER}/{path.name}"
             if name not in listed or check_file(node.directory, listed[name], file_sha256) is not None:
                 self.changed.append(name)
-            table = _read(node, number, lists=False).table
+            table = read_iteration(node, number, lists=False).table
             table = table.append_column(PLACE, pa.array(range(len(table)), pa.int64()))
             try:
                 table = query.select(table)
@@ -84,10 +86,14 @@ class Selection:
             shards.append(np.full(len(table), number))
             places.append(table[PLACE].to_numpy())
             values.append(np.full(len(table), np.nan) if order == "row" else _values(table, column))
+            if order == "prompt":
+                values[-1] = table["prompt"].to_numpy().astype(float)
         found = np.stack([np.concatenate(shards), np.concatenate(places)], axis=1)
         # Stable, so that equal rewards keep the ledger's order; NaN comes last.
         by = np.concatenate(values) * (-1 if order == "highest" else 1)
         self._rows = found if order == "row" else found[np.argsort(by, kind="stable")]
+        if text:
+            self._rows = self._rows[[text.casefold() in _searched(row) for row in _as_text(node, self._rows)]]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -98,8 +104,12 @@ class Selection:
         return QueryResult(_as_text(self._node, wanted), len(self), self.changed)
 
 
+def _searched(row: dict[str, Any]) -> str:
+    return f"{row['prompt']}\n{row.get('reasoning', '')}\n{row['reply']}".casefold()
+
+
 @lru_cache(maxsize=4)
-def _tokenizer(directory: Path) -> Any:
+def policy_tokenizer(directory: Path) -> Any:
     from xray_runtime.models.causal_lm import load_tokenizer
 
     return load_tokenizer(directory)
@@ -110,12 +120,15 @@ def _as_text(node: Node, rows: np.ndarray) -> list[dict[str, Any]]:
     texts: dict[tuple[int, int], dict[str, Any]] = {}
     for number in np.unique(rows[:, 0]).tolist():
         places = rows[rows[:, 0] == number, 1].tolist()
-        table = _read(node, number).table.take(pa.array(places))
-        texts |= {(number, p): row for p, row in zip(places, readable(table, _tokenizer(node.directory)), strict=True)}
+        table = read_iteration(node, number).table.take(pa.array(places))
+        texts |= {
+            (number, p): row for p, row in zip(places, readable(table, policy_tokenizer(node.directory)), strict=True)
+        }
     return [texts[number, place] for number, place in rows.tolist()]
 
 
-def _read(node: Node, number: int, *, lists: bool = True) -> LedgerShard:
+def read_iteration(node: Node, number: int, *, lists: bool = True) -> LedgerShard:
+    """The shard of an iteration. Raises ConfigError if it is damaged."""
     try:
         return read_shard(shard_path(node.directory / LEDGER, number), lists=lists)
     except ValueError as error:
@@ -144,7 +157,7 @@ def diff_iterations(node: Node, first: int, second: int, limit: int | None) -> I
     Raises ConfigError where an iteration is not in the ledger, or a file is damaged.
     """
     require_ledger(node, first, second)
-    tables = [_read(node, number, lists=False).table for number in (first, second)]
+    tables = [read_iteration(node, number, lists=False).table for number in (first, second)]
     rewards = [_values(table, "reward") for table in tables]
     summary = []
     for number, found in zip((first, second), rewards, strict=True):

@@ -21,14 +21,16 @@ def signing_key(output: Path) -> Path:
     Its public half is kept as `output/keys/signing.pub`, which is enough to check signatures.
 
     Raises:
-        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's; or users
-            other than its owner can read or replace the key.
+        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's, or missing
+            where that is kept elsewhere; or users other than its owner can read or replace the key.
     """
     keys = output / "keys"
     keys.mkdir(mode=0o700, parents=True, exist_ok=True)
     given = os.environ.get(KEY_VARIABLE)
     private = Path(given) if given else keys / PRIVATE
     if not given and not os.path.lexists(private):
+        if (keys / PUBLIC).exists():
+            raise ConfigError(f"{KEY_VARIABLE}: must name the key {keys / PUBLIC} belongs to, which is kept elsewhere")
         make_key(private)
     exposed = exposed_keys(output, Path(given) if given else None)
     if exposed:
@@ -36,7 +38,7 @@ def signing_key(output: Path) -> Path:
     public = keys / PUBLIC
     content = public_bytes(private)
     if not public.exists():
-        _write_new(public, content, 0o644)
+        write_new(public, content, 0o644)
     if public.read_bytes() != content:
         raise ConfigError(
             f"{KEY_VARIABLE}: {str(private)!r} is not the key {public} belongs to; records of one output directory "
@@ -91,10 +93,10 @@ def read_public(path: Path) -> TrustedKey:
 
 def make_key(private: Path) -> None:
     """Write a new private key, readable by its owner only, unless there is one."""
-    _write_new(private, new_private_key(), 0o600)
+    write_new(private, new_private_key(), 0o600)
 
 
-def _write_new(path: Path, content: bytes, mode: int) -> None:
+def write_new(path: Path, content: bytes, mode: int) -> None:
     """Write a whole new file, or leave the one another process wrote in the meantime."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

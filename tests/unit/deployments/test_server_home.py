@@ -103,9 +103,19 @@ def test_a_remembered_host_needs_one_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_environment_of_services(home: ServerHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the shell")
+    home.make()
     found = home.environment(State(tag="ab", ports=PORTS | {"prefect": 4201}))
     assert "RAY_AUTH_TOKEN" not in found
     assert found["RAY_AUTH_TOKEN_PATH"] == str(home.path / "ray-token")
+    assert "XRAY_SIGNING_KEY" not in os.environ
+    key = Path(found["XRAY_SIGNING_KEY"])
+    assert (key.parent, key.stat().st_mode & 0o777) == (home.path, 0o600)
+    monkeypatch.setenv("XRAY_SIGNING_KEY", "of the shell")
+    assert home.environment(State(tag="ab"))["XRAY_SIGNING_KEY"] == "of the shell"
+    monkeypatch.delenv("XRAY_SIGNING_KEY")
+    (home.output / "keys").mkdir(parents=True)
+    (home.output / "keys" / "signing.pem").touch()
+    assert "XRAY_SIGNING_KEY" not in home.environment(State(tag="ab"))
     assert found["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4201,http://localhost:4201"
 
 

@@ -24,7 +24,7 @@ MADE = {"kinds.md", "config.md", "cli.md", "columns.md", "engines.md"}
 MEASURED = {"families-table.md", "identity-table.md", "layouts.md", "planning-table.md"}
 """Pages that a benchmark writes."""
 LIMITS = {"gpu.md": 1300, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 360}
-LIMITS |= {"rows.md": 480, "reasoning.md": 350, "pictures.md": 420}
+LIMITS |= {"rows.md": 480, "reasoning.md": 350, "pictures.md": 420, "witness.md": 420, "verify-without-xray.md": 300}
 """Pages with a limit of words of their own."""
 WRITTEN = ("first", "first_rewards", "judges", "shortest", "graph")
 """Modules that the tutorial has its reader write."""
@@ -181,6 +181,6 @@ def test_the_docs_stay_short() -> None:
     assert words(README) <= 1000
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
     # adapters, long rows and more families.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_100
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_500
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.message_texts import Messages
+from tests.unit.models.families import model
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.topology import Topology
 
@@ -29,3 +33,12 @@ def test_ranks_that_share_rows_are_neighbours() -> None:
 def test_layers_are_divided_evenly() -> None:
     assert [list(Topology(pipeline=3).layers(s, 7)) for s in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert list(Topology().layers(0, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "phi3", "gpt_oss"])
+def test_models_that_autotp_cannot_split_are_refused_in_one_line(family: str, message_texts: Messages) -> None:
+    from xray_runtime.engines.trainers.deepspeed.tensor import check_split
+
+    options = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+    with message_texts.raises(ValueError):
+        check_split(model(family, **(options if family == "phi3" else {})), 2, "engine")

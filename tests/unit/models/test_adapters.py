@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.unit.models.families import model
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
+from xray_runtime.models.config import PretrainedBase
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
@@ -173,6 +176,14 @@ def test_an_adapter_of_others_is_merged_into_its_base(tmp_path: Path, tiny_token
     assert not found.files
     for name, tensor in found.lm.state_dict().items():
         assert torch.equal(tensor, expected[name])
+    # As a base it stands for the model that it names, our own also for the checkpoint beside its own.
+    fields = tmp_path / "adapter" / "adapter_config.json"
+    content = json.loads(fields.read_text())
+    shutil.copytree(fields.parent, tmp_path / "policy" / "adapter")
+    for adapter, named in ((fields.parent, str(tmp_path / "base")), (tmp_path / "policy" / "adapter", "base")):
+        (adapter / fields.name).write_text(json.dumps(content | {"base_model_name_or_path": named}))
+        base = PretrainedBase(model=str(adapter))
+        assert (base.model, base.adapter) == (str(tmp_path / "base"), str(adapter))
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused(
@@ -196,3 +207,11 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     refused()
     (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     refused()
+    (base / "manifest.json").write_text("{}")
+    write_adapter(adapter, lora, {}, "base", sha256="ab" * 32)
+    refused()
+    with pytest.raises(ValueError, match="adapter must be left out where model"):
+        PretrainedBase(model=str(adapter), adapter="other")
+    write_adapter(adapter, lora, {})
+    with pytest.raises(ValueError, match=r"model = '.*' is not allowed: its adapter_config\.json names no base model"):
+        PretrainedBase(model=str(adapter))

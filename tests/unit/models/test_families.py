@@ -20,6 +20,7 @@ from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.models.trial import OtherModelError, check_computed
 
 SOURCES = Path(__file__).parents[3] / "xray_runtime"
+CONTRIBUTING = SOURCES.parent / "CONTRIBUTING.md"
 TYPES = {kind: name for name in FAMILIES for kind in FAMILIES.get(name).model_types}
 MAY_NAME_TYPES = {SOURCES / "models" / "shapes.py"}
 """Configs of well-known models, for plans without a network."""
@@ -107,6 +108,22 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, monkeypat
     del lm.get_output_embeddings().forward
     other_logprobs, _ = module.logprobs(module.hidden(IDS, LENGTHS)[before], targets, 1.0)
     assert (other_logprobs - chosen).abs().max() > 0.01
+
+
+def test_the_file_in_contributing_is_all_that_a_family_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, name = CONTRIBUTING.read_text(encoding="utf-8"), "xray_runtime/models/families/cohere.py"
+    diff = text.partition(f"+++ {name}\n")[2].partition("+++ ")[0]
+    shown = "".join(line.removeprefix("+") for line in diff.splitlines(keepends=True))
+    assert shown == (SOURCES.parent / name).read_text(encoding="utf-8")
+    added: dict[str, Any] = {}
+    exec(shown, added)
+    known: dict[str, Family] = {}
+    for module in ("heads", "trial"):
+        monkeypatch.setattr(f"xray_runtime.models.{module}.family_of", lambda kind: known.get(kind, UNLISTED))
+    with pytest.raises(OtherModelError, match=r"^changes its logits by a scale"):
+        check_computed(model("cohere", **SCALED["cohere"]).float())
+    known["cohere"] = added["FAMILY"]
+    check_computed(model("cohere", **SCALED["cohere"]).float())
 
 
 def test_attention_without_a_cap_is_not_taken_for_the_model() -> None:

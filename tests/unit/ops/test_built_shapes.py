@@ -15,6 +15,11 @@ from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.shapes import ModelShape
 from xray_runtime.ops.planner.memory import Layout, training_memory
 
+LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96} | {
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64},
+    "tie_word_embeddings": True,
+}
+
 
 def shape_of(config: dict[str, Any], directory: Path) -> ModelShape:
     (directory / "config.json").write_text(json.dumps(config))
@@ -38,12 +43,17 @@ def test_every_parameter_of_a_published_model_is_counted(name: str, tmp_path: Pa
         {"model_type": "qwen2_5_vl"},
         {"model_type": "smolvlm"},
         {"model_type": "mistral3"},
+        {"model_type": "gemma3"},
+        {"model_type": "gemma4"},
+        {"model_type": "qwen3_5"},
+        {"model_type": "pixtral"},
+        LLAMA | {"quantization_config": {"quant_method": "compressed-tensors"}},
         {"model_type": "nobody-knows"},
         {"model_type": "llama", "hidden_size": "wide"},
         {},
         {"model_type": "mamba", "num_hidden_layers": 2},
     ],
-    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+    ids=lambda value: "quantized" if "quantization_config" in value else value.get("model_type", "empty"),
 )
 def test_models_of_unknown_size_are_refused_in_one_line(
     config: dict[str, Any], tmp_path: Path, message_texts: Messages

@@ -41,6 +41,7 @@ from xray_runtime.ops.planner.memory import (
 )
 from xray_runtime.ops.planner.model_states import model_states, sharding_of
 from xray_runtime.ops.planner.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
+from xray_runtime.ops.planner.workload import from_parameters
 
 SHARDING = sharding_of("deepspeed")
 SMALL = ModelShape(
@@ -326,6 +327,49 @@ def test_activations_are_what_autograd_saves(kv_heads: int, dtype: str, width: i
         # The forward pass keeps no layer's inside; the backward pass makes one at a time.
         predicted -= layer_activation_bytes(shape, rows * length, width)
     assert measured == pytest.approx(predicted, rel=1e-2)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(("family", "heads_of"), [("gemma2", 4), ("gpt_oss", 4), ("llama", 0)])
+def test_eager_attention_keeps_scores(family: str, heads_of: int, dtype: str, width: int) -> None:
+    """Of four heads, two layers and three rows of 40 tokens: 8 bytes a score where caps are there too, else less."""
+    import torch
+
+    from tests.unit.models.families import model
+    from xray_runtime.models.built_shapes import shape_of
+    from xray_runtime.models.heads import HeadedLM
+
+    options: dict[str, Any] = {} if family == "llama" else {"sliding_window": 64}
+    options |= {"num_local_experts": 4} if family == "gpt_oss" else {}
+    lm = model(family, max_position_embeddings=64, **options).to(getattr(torch, dtype))
+    shape, rows, length = shape_of(lm), 3, 40
+    assert shape.eager == (heads_of > 0)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() >= 3 and tensor.shape[-2] == length and tensor.shape[-1] in (length, length + 1):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        HeadedLM(lm).hidden(torch.zeros(rows * length, dtype=torch.int64), torch.full((rows,), length))
+    tokens = rows * length
+    scores = [activation_bytes(shape, tokens, width, Layout(), scored_length=n) for n in (length, 0)]
+    expected = scores[0] - scores[1] if shape.eager else 0
+    assert expected == 2 * heads_of * rows * length**2 * 8
+    if family == "gpt_oss":  # no cap, and its softmax is in the weights' width, a sink wider
+        assert 0 < sum(saved.values()) <= expected
+    else:
+        assert sum(saved.values()) == expected
+
+
+def test_a_plan_counts_the_scores_of_eager_attention() -> None:
+    plain = from_parameters(1e9, 1024)
+    role = plain.of_use("trained")[0]
+    eager = replace(role, shape=replace(role.shape, eager=True))
+    tokens, _ = plain._pass(role, plain.micro_batch_tokens)
+    more = plain.memory(eager, Layout()).activations - plain.memory(role, Layout()).activations
+    assert more == role.shape.num_layers * role.shape.num_heads * tokens * 1024 * 8
 
 
 @pytest.mark.parametrize(("layers", "vocabulary", "rows"), [(6, 512, 16), (2, 8000, 16)], ids=["deep", "wide logits"])

@@ -123,7 +123,7 @@ def test_damaged_files_are_one_line(damage: Callable[[Path], None], name: str, m
     [session] = read_sessions(made)
     paths = ["/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", "/withdrawals"]
     paths += [f"/promote/{NAME}", f"/rollouts/{policy}", f"/rollouts/{policy}/diff?first=0&second=1", "/metrics"]
-    paths += [f"/checkpoints/{policy}", f"/review/{session.name}", "/evaluations.svg"]
+    paths += [f"/checkpoints/{policy}", f"/review/{session.name}"]
     output = Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
     damage(sorted(output.glob(name))[0])
     client = studio(output)

@@ -41,7 +41,7 @@ PAGES = (
     "/withdrawals",
 )
 SCRIPTS = [f'<script src="/static/{name}.js" defer>' for name in ("htmx.min", "studio")]
-MORE_SCRIPTS = {f'<script src="/static/{name}.js" defer>' for name in ("uplot.min", "curves")}
+MORE_SCRIPTS = {f'<script src="/static/{name}.js" defer>' for name in ("uplot.min", "curves", "tokens")}
 
 
 def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(output: Path) -> None:
@@ -50,6 +50,7 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
     [session] = read_sessions(output)
     policy = find("ppo-read", store).sha256[:12]
     pages = [*PAGES, f"/rollouts/{policy}", f"/rollouts/{policy}/diff?first=0&second=2", f"/review/{session.name}"]
+    pages += [f"/rollouts/{policy}/{name}" for name in ("tokens?iteration=1&row=0", "extremes?iteration=1")]
     pages += [f"/checkpoints/{sha}" for sha in store.graph.nodes]
     pages += re.findall(r'href="(/runs/[^"]+)"', client.get("/").text)
     for path in pages:
@@ -166,7 +167,7 @@ def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
 
 
 def rows(text: str) -> list[tuple[int, int, float]]:
-    found = re.findall(r"Iteration (\d+), row (\d+) <small>reward ([-+.\d]+)", text)
+    found = re.findall(r"Iteration (\d+), row (\d+) <small>reward <b>([-+.\d]+)", text)
     return [(int(i), int(r), float(reward)) for i, r, reward in found]
 
 
@@ -197,7 +198,14 @@ def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
     assert best == sorted(in_order, key=lambda row: -row[2])[:50]
     some = rows(client.get(f"{path}?iteration=1&min=18&source=rewards.0&unused=1&order=lowest").text)
     assert some == [(1, 34, 19.0)]
+    # Replies to one prompt stand in one group; prompt n is row n of every iteration.
+    by_prompt = client.get(f"{path}?order=prompt").text
+    assert rows(by_prompt)[:4] == [in_order[0], in_order[40], in_order[80], in_order[1]]
+    assert by_prompt.count('aria-label="3 replies to one prompt"') == 16
+    assert rows(client.get(f"{path}?text=REPLY+2+39").text) == [in_order[-1]]
+    assert len(rows(client.get(f"{path}?iteration=1-2&min=19").text)) == 2
     for query, text in (
+        ("iteration=2-1", "iteration: &#39;2-1&#39; is not allowed: must be a range"),
         ("iteration=9", "--iteration: 9 is not allowed: must be one of 0 to 2"),
         ("min=much", "lowest reward: &#39;much&#39; is not allowed: must be a number"),
         ("order=up", "--order: &#39;up&#39; is not allowed"),
@@ -210,6 +218,51 @@ def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
     assert "40 prompts are in both" in changed
     # 39 + 2 is 1 modulo 40, and 20 is taken off both.
     assert re.findall(r"reward ([-+.\d]+) → ([-+.\d]+)", changed)[0] == ("+19.000", "-19.000")
+
+
+def test_the_picture_of_rewards_leads_to_its_replies(output: Path) -> None:
+    client = studio(output)
+    path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
+    page = client.get(path).text
+    cells = re.findall(r'href="\?(iteration=[^"]+)"[^>]* aria-label="iteration \d: (\d+) from', page)
+    # Each of the 120 rewards is in one bin.
+    assert sum(int(count) for _, count in cells) == 120
+    search, count = cells[0]
+    assert len(rows(client.get(f"{path}?{search.replace('&amp;', '&')}").text)) == int(count) > 0
+
+
+def test_each_token_has_its_numbers(output: Path) -> None:
+    client = studio(output)
+    path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
+    for by in ("logprob", "kl", "advantage", "weight", "mismatch"):
+        page = client.get(f"{path}/tokens?iteration=1&row=20&by={by}").text
+        facts = re.findall(r'<span id="t(\d+)" class="(\w\d)" title="token \d+: ([^"]+)"', page)
+        assert len(facts) > 3
+        for n, shade, title in facts:
+            assert title == (
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, advantage +0.500, "
+                "importance weight +1.000, trainer minus generator +0.250"
+            )
+            # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
+            # half of the largest, 0.39, which few rows have.
+            surprise = min(4, int((int(n) + 1) / 2 / 1.5))
+            expected = {"logprob": f"n{surprise}" if surprise else "p0", "weight": "p0", "kl": "p2"}
+            assert shade == expected.get(by, "p4")
+    found = client.get(f"{path}/extremes?iteration=1&by=kl").text
+    # The largest differences are those of the last rows.
+    assert {int(row) for row in re.findall(r"row=(\d+)&amp;round", found)} >= {39, 38}
+    assert 'row=39&amp;round=0&amp;by=kl#t0"' in found
+    likely = client.get(f"{path}/extremes?iteration=1&by=logprob").text
+    longest = max(int(n) for n in re.findall(r"#t(\d+)", likely))
+    assert re.findall(r"#t(\d+)", likely)[0] == str(longest)
+    for query, text in (
+        ("tokens?iteration=1&row=40", "row: 40 is not allowed"),
+        ("tokens?iteration=9&row=0", "--iteration: 9 is not allowed"),
+        ("tokens?iteration=1&row=0&by=entropy", "by: &#39;entropy&#39; is not allowed"),
+        ("extremes?iteration=1&by=x", "by: &#39;x&#39; is not allowed"),
+    ):
+        reply = client.get(f"{path}/{query}")
+        assert (reply.status_code, text in reply.text) == (400, True), reply.text
 
 
 def test_the_command_sorts_and_compares_as_the_page_does(output: Path) -> None:

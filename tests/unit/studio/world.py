@@ -33,6 +33,8 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
     replies = [tokenizer(f"{HOSTILE if n == 0 else 'reply'} {iteration} {n}")["input_ids"] for n in range(size)]
     rewards = [float((n * 7 + iteration) % size - size // 2) for n in range(size)]
     lists, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
+    # Token k of row n: log-probability -(k + 1) / 2; the reference's is lower by n / 100, the generator's by 0.25.
+    logprobs = [[-(k + 1) / 2 for k in range(len(reply))] for reply in replies]
     columns = {
         "iteration": pa.array([iteration] * size, pa.int32()),
         "row": pa.array(range(size), pa.int32()),
@@ -40,7 +42,11 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
         "prompt": pa.array(range(size), pa.int32()),
         "prompt_ids": pa.array(ids, lists),
         "reply_ids": pa.array(replies, lists),
-        "advantages": pa.array([[0.5]] * size, floats),
+        "rollout_logprobs": pa.array([[value - 0.25 for value in of] for of in logprobs], floats),
+        "logprobs": pa.array(logprobs, floats),
+        "ref_logprobs": pa.array([[value - n / 100 for value in of] for n, of in enumerate(logprobs)], floats),
+        "advantages": pa.array([[0.5] * len(of) for of in logprobs], floats),
+        "weights": pa.array([[1.0] * len(of) for of in logprobs], floats),
         "score/rewards.0": pa.array(rewards, pa.float32()),
         "reward": pa.array(rewards, pa.float32()),
         "scaled_reward": pa.array(rewards, pa.float32()),

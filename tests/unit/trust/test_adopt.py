@@ -122,7 +122,7 @@ def test_a_bundle_with_several_ends_must_be_told_which(tmp_path: Path) -> None:
     life.add("other", "sft", {"model.safetensors": b"other"}, {"base": "base", "data": "prepare"})
     path = tmp_path / "b.tar"
     with tarfile.open(path, "w") as archive:
-        for name in ("checkpoints", "keys/signing.pub", "log.jsonl", "log.end"):
+        for name in ("checkpoints", "keys/signing.pub", "log.jsonl", "log.checkpoint"):
             archive.add(source / name, name)
     trusting(tmp_path / "a", source)
     assert checkpoint_from(f"{path}#other", tmp_path / "a", None).stage == "other"

@@ -63,7 +63,14 @@ PLACES = (
     *("checkpoints/sft-*/model.safetensors", "checkpoints/sft-*/manifest.json", "checkpoints/sft-*/README.md"),
     *("checkpoints/sft-*/attestation/statement.json", "checkpoints/sft-*/model.sig"),
     *("checkpoints/prepare-*/train.arrow", "checkpoints/evaluate-*/prompts.json"),
-    *("records/ppo-2-*/metrics.jsonl", "results/ppo-2-*.json", "report.html", "lifecycle.json", "log.jsonl", "log.end"),
+    *(
+        "records/ppo-2-*/metrics.jsonl",
+        "results/ppo-2-*.json",
+        "report.html",
+        "lifecycle.json",
+        "log.jsonl",
+        "log.checkpoint",
+    ),
 )
 NEW = (
     *("checkpoints/sft-{0}/attestation/code.diff", "checkpoints/sft-{0}/extra", "checkpoints/stray", "records/stray"),

@@ -24,6 +24,7 @@ from xray_runtime.kernel.evidence.envelope import (
     SignatureProblem,
     TrustedKey,
     Verifier,
+    load_private,
     load_public,
     new_private_key,
     public_half,
@@ -31,8 +32,9 @@ from xray_runtime.kernel.evidence.envelope import (
     read_record,
     sign,
 )
+from xray_runtime.kernel.evidence.lines import LogRecord
 from xray_runtime.trust.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
-from xray_runtime.trust.log import EndRecord
+from xray_runtime.trust.note import LogCheckpoint
 from xray_runtime.trust.signing import (
     KEY_VARIABLE,
     exposed_keys,
@@ -146,7 +148,7 @@ def test_a_statement_that_in_toto_refuses_is_not_signed() -> None:
 
 def test_a_statement_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="not a statement"):
-        read_record(read_envelope(note(KEY)), EndRecord)
+        read_record(read_envelope(note(KEY)), LogRecord)
 
 
 @pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name)
@@ -155,6 +157,8 @@ def test_every_curve_signs(curve: ec.EllipticCurve) -> None:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     assert problem(note(private), trusted(private)) is None
+    checkpoint = LogCheckpoint("a.log", 1, bytes(32)).signed(private)
+    LogCheckpoint.parse(str(checkpoint)).require_signer([load_private(private).public_key])
 
 
 def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: Path) -> None:

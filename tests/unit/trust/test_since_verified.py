@@ -38,7 +38,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Checkpoints inspected, and envelopes checked that have no time: the record, and the end of the log."""
+    """Checkpoints inspected, and envelopes checked that have no time: the record."""
     done: list[str] = []
     inspect, check = checkpoints.inspect, Verifier.check
 
@@ -81,7 +81,7 @@ def test_unchanged_checkpoints_are_not_read_again(fresh: Callable[[], Path], wor
     second = since(output)
     assert second.is_sound
     assert (second.unchanged, second.checkpoints) == (8, 8)
-    assert work == ["urn:xray:verified:v1", "urn:xray:log-end:v1"]
+    assert work == ["urn:xray:verified:v1"]
     (note,) = second.notes
     assert note.startswith("8 of 8 checkpoints are unchanged in size, inode and times")
 

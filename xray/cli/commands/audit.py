@@ -22,6 +22,21 @@ if TYPE_CHECKING:
     from xray_runtime.trust.audit.checkpoints import Audit
 
 PANEL = "Evidence"
+NO_WITNESS = (
+    "no witness: whether the whole directory was put back to an older state, or its owner wrote another log, cannot be "
+    "known (`xray witness use`, or --witness with a copy of log.checkpoint)"
+)
+
+WitnessAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WITNESS",
+        help="Directory or address of a witness, or a copy of log.checkpoint you kept. Default: the log's own.",
+    ),
+]
+WitnessPublicKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="The witness's public key. Default: the one that the log names.")
+]
 
 
 def command(
@@ -40,19 +55,21 @@ def command(
         str | None,
         typer.Option(metavar="HEAD", help="Head of the log that an earlier audit printed; it must still be there."),
     ] = None,
+    witness: WitnessAddress = None,
+    witness_key: WitnessPublicKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
 
     Exit codes: 0 sound, 1 not sound, 2 bad input.
     """
-    from xray_runtime.kernel.history.reference import open_lineage_store, resolve
     from xray_runtime.trust.audit.checkpoints import audit as run_audit
     from xray_runtime.trust.bundle import audit_bundle
 
     if since_verified and (not everything or not hashing):
         raise ConfigError("--since-verified: needs --all, and not --no-hash")
     head = _head(expect)
+    _check_witness(witness, witness_key)
     if ref is not None and not everything:
         path = Path(ref)
         audited = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
@@ -62,14 +79,7 @@ def command(
         raise ConfigError("REF, --all: exactly one is required")
     if public_key is not None and not public_key.is_file():
         raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
-    starts = None
-    if ref is not None:
-        store, node = resolve(ref, output, tracking_uri)
-        starts = [node]
-    elif output is not None:
-        store = open_lineage_store(output, tracking_uri)
-    else:
-        raise ConfigError("--all: needs --output DIR")
+    store, starts = _audited(ref, output, tracking_uri)
     with audit_progress(Console(stderr=True)) as on_progress:
         result = run_audit(
             store,
@@ -78,9 +88,25 @@ def command(
             hashing=hashing,
             since_verified=since_verified,
             expect=head,
+            witness=witness or "",
+            witness_key=witness_key or "",
             on_progress=on_progress,
         )
+    if everything and not result.is_witnessed:
+        result.notes.append(NO_WITNESS)
     report(result, hashing, as_json, mlflow_pages(store, starts))
+
+
+def _audited(ref: str | None, output: Path | None, tracking_uri: str | None) -> tuple[LineageStore, list[Node] | None]:
+    """(where to audit, the checkpoint; None: all)."""
+    from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+
+    if ref is not None:
+        store, node = resolve(ref, output, tracking_uri)
+        return store, [node]
+    if output is None:
+        raise ConfigError("--all: needs --output DIR")
+    return open_lineage_store(output, tracking_uri), None
 
 
 def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
@@ -103,6 +129,19 @@ def _head(text: str | None) -> Head | None:
         return Head.parse(text) if text is not None else None
     except ValueError as error:
         raise ConfigError(f"--expect: {error}") from None
+
+
+def _check_witness(witness: str | None, key: str | None) -> None:
+    from xray_runtime.trust.note import WitnessKey
+    from xray_runtime.trust.witness import is_server
+
+    if witness is not None and not is_server(witness) and not Path(witness).exists():
+        raise ConfigError(f"--witness: {witness!r} is not allowed: must be a directory, a file, or http[s]://…")
+    try:
+        if key is not None:
+            WitnessKey.parse(key)
+    except ValueError as error:
+        raise ConfigError(f"--witness-key: {error}") from None
 
 
 def _unreadable(directory: Path) -> Audit | None:

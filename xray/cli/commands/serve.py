@@ -34,6 +34,7 @@ from xray_runtime.live.serving import NotServedError
 
 if TYPE_CHECKING:
     from xray_runtime.live.serving.choice import ModelChoice
+    from xray_runtime.live.serving.replica import ServedAdapter
     from xray_runtime.live.serving.server import ModelServer
 
 PANEL = "Champion"
@@ -58,6 +59,10 @@ def command(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, max=64, help="Number of devices that each engine is split across.")
     ] = 1,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=REF", help="Serve this adapter on REF's model by NAME; repeatable."),
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Keep answers to people who agreed, encrypted and signed: docs/serving.md.")
     ] = False,
@@ -81,12 +86,17 @@ def command(
     # Child processes inherit the environment and must not get the key.
     key = os.environ.pop(API_KEY, None) or None
     recording = recording_options(record, overrides or [], key)
-    options = _Options(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key, recording)
+    network = host, port, replicas, tensor_parallel, key
+    _serve_until_stopped(_Options(ref, output, tracking_uri, public_key, *network, recording, adapters or []))
+
+
+def _serve_until_stopped(options: _Options) -> None:
     try:
         name, choice = _choose(options)
+        beside = _adapters(options, name, choice)
         tag = start_reaper()
         try:
-            _run(options, name, choice)
+            _run(options, name, choice, beside)
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
@@ -110,6 +120,7 @@ class _Options:
     tensor_parallel: int
     key: str | None
     recording: RecordingOptions | None
+    adapters: list[str]
 
 
 def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
@@ -134,7 +145,20 @@ def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
     return name, choice
 
 
-def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
+def _adapters(options: _Options, name: str | None, choice: ModelChoice) -> tuple[ServedAdapter, ...]:
+    """The adapters to serve beside `choice`, after their audits."""
+    if not options.adapters:
+        return ()
+    from xray_runtime.live.serving.adapters import chosen_adapters
+
+    if name is not None:
+        raise ConfigError(f"--adapter: needs a REF that names one checkpoint, their base, not {options.ref!r}")
+    if options.recording is not None:
+        raise ConfigError("--adapter: is not allowed with --record, which keeps the answers of one model")
+    return chosen_adapters(options.adapters, choice, options.output, options.tracking_uri, options.public)
+
+
+def _run(options: _Options, name: str | None, choice: ModelChoice, beside: tuple[ServedAdapter, ...]) -> None:
     with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -143,7 +167,7 @@ def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
         recorder = start(options.recording, choice.store, _logs(choice)) if options.recording is not None else None
         server = ModelServer(options.host, options.port, options.replicas, _logs(choice), recorder)
         try:
-            _serve(server, options, name, choice)
+            _serve(server, options, name, choice, beside)
         except KeyboardInterrupt:
             say("finishing the current requests; press Ctrl-C again to stop at once")
         finally:
@@ -155,7 +179,9 @@ def _logs(choice: ModelChoice) -> Path:
     return choice.store.output.absolute() / "logs" / "serve"
 
 
-def _serve(server: ModelServer, options: _Options, name: str | None, choice: ModelChoice) -> None:
+def _serve(
+    server: ModelServer, options: _Options, name: str | None, choice: ModelChoice, beside: tuple[ServedAdapter, ...]
+) -> None:
     from xray_runtime.cluster.pool.placement import device
     from xray_runtime.kernel.evidence.log import view
     from xray_runtime.kernel.history.reference import CHAMPION
@@ -177,10 +203,12 @@ def _serve(server: ModelServer, options: _Options, name: str | None, choice: Mod
             device=device(runtime),
             key=key_digest(options.key) if options.key else None,
             logs=_logs(choice),
+            adapters=beside,
         )
 
     server.deploy(model(choice))
-    say(f"serving {choice.title} at http://{clients_address(options.host)}:{options.port}/v1")
+    named = "".join(f", {each.name}" for each in beside)
+    say(f"serving {choice.title}{named} at http://{clients_address(options.host)}:{options.port}/v1")
     if name is None:
         threading.Event().wait()
         return

@@ -20,6 +20,7 @@ from xray.deployments.servers import servers, start_missing, worker
 from xray.deployments.service import Service
 from xray.deployments.suspension import resolve_lost_runs, resume
 from xray_runtime.kernel.terminal import say
+from xray_runtime.trust.signing import KEY_VARIABLE
 
 PANEL = "Servers"
 
@@ -62,8 +63,13 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
                 say(f"resumed: {', '.join(resumed)}")
         _start(home, state, [runs], {})
     variables = home.environment(state)
-    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        say(f"export {name}={variables[name]}")
+    shown = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    for name in (*shown, KEY_VARIABLE):
+        if name in variables:
+            say(f"export {name}={variables[name]}")
+    if KEY_VARIABLE not in variables:
+        rotate = f"xray keys rotate --output {home.output} --new-key {home.path / 'next.pem'} --note REASON"
+        say(f"the signing key lies in the directory that it signs: `{rotate}`, then export {KEY_VARIABLE}")
     for name, database in state.databases.items():
         say(f"{name:8} keeps its records in PostgreSQL at {database}")
     say(f"output   {home.output}")

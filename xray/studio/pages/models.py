@@ -16,14 +16,17 @@ from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import CANDIDATE, LineageStore, find, open_lineage_store, resolve
 from xray_runtime.kernel.history.render import entry, stage_name
-from xray_runtime.kernel.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
-from xray_runtime.kernel.report.html import svg
+from xray_runtime.kernel.report.evaluations import Measured, SideBySide, measured, measures, side_by_side
+from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
 from xray_runtime.live.canary import summary
 from xray_runtime.trust import promotion
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.page import drawing
+
+MAX_LOST = 6
+"""Samples of each evaluation that its candidate lost."""
 
 router = APIRouter()
 PAGES = Pages(
@@ -44,7 +47,12 @@ def lineage(request: Request) -> Response:
         {"node": graph.nodes[sha], "state": _state(studio, graph.nodes[sha]), "aliases": aliases.get(sha, [])}
         for sha in order
     ]
-    return page(request, "lineage.html", graph=drawing(graph, order), listed=listed)
+    picture = drawing(graph, order)
+    for box, one in zip(picture["nodes"], listed, strict=True):
+        state = one["state"]
+        box["state"] = f"{state} champion" if one["aliases"] else state
+        box["below"] = box["sha"] if state == "unknown" else f"{box['sha'][:8]} {state}"
+    return page(request, "lineage.html", graph=picture, listed=listed)
 
 
 def _state(studio: Studio, node: Node) -> str:
@@ -72,32 +80,48 @@ def checkpoint(request: Request, ref: str) -> Response:
     )
 
 
+def _evaluated(store: LineageStore) -> list[Node]:
+    """The evaluations and benchmarks, in the order of the graph."""
+    nodes = (store.graph.nodes.get(sha) for sha in store.graph.ancestors(sorted(store.graph.nodes)))
+    return [n for n in nodes if n is not None and n.kind is not None and n.kind.sides and n.kind.results]
+
+
 def _evaluations(store: LineageStore) -> SideBySide:
     evaluations: list[Measured] = []
-    for sha in store.graph.ancestors(sorted(store.graph.nodes)):
-        node = store.graph.nodes.get(sha)
-        if node is not None and node.kind is not None and node.kind.sides and node.kind.results:
-            try:
-                evaluations.append(measured(node.kind, node.directory))
-            # The audit names it.
-            except DAMAGED:
-                continue
+    for node in _evaluated(store):
+        assert node.kind is not None
+        try:
+            evaluations.append(measured(node.kind, node.directory))
+        # The audit names it.
+        except DAMAGED:
+            continue
     return side_by_side(evaluations, {sha: node.name for sha, node in store.graph.nodes.items()})
 
 
 @router.get("/evaluations")
 def evaluations(request: Request) -> Response:
-    return page(request, "evaluations.html", table=_evaluations(studio_of(request).store()))
+    store = studio_of(request).store()
+    found = measures(_evaluations(store))
+    lost = [one for node in _evaluated(store) for one in _lost(node)]
+    return page(request, "evaluations.html", found=found, lost=lost)
 
 
-@router.get("/evaluations.svg")
-def evaluations_figure(request: Request) -> Response:
-    drawn = figure(_evaluations(studio_of(request).store()))
-    if drawn is None:
-        return Response(status_code=404)
-    # As an image, in which no script runs; its own styles are in attributes.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
-    return Response(svg(drawn), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+def _lost(node: Node) -> list[dict[str, Any]]:
+    """Samples of an evaluation whose reply scored lower than the one before, the largest loss first."""
+    found = []
+    try:
+        for sample in json.loads(read_bounded(node.directory / "samples.json")):
+            for judge in ("gold", "reward"):
+                before, after = sample.get(f"{judge}_before"), sample.get(f"{judge}_after")
+                if isinstance(before, float) and isinstance(after, float) and after < before:
+                    scores = {"judge": f"{judge} score", "before_score": before, "after_score": after}
+                    texts = {name: str(sample[name]) for name in ("prompt", "before", "after")}
+                    found.append({"stage": node.manifest.stage, **scores, **texts})
+                    break
+    # The audit names it.
+    except DAMAGED:
+        return []
+    return sorted(found, key=lambda one: one["after_score"] - one["before_score"])[:MAX_LOST]
 
 
 @router.get("/promote")

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
@@ -23,6 +24,13 @@ from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import find
 from xray_runtime.kernel.store.manifest import LEDGER
+from xray_runtime.trust.rollout_tokens import (
+    MEASURES,
+    checked_measure,
+    extreme_tokens,
+    reply_tokens,
+    reward_spread,
+)
 from xray_runtime.trust.rollouts import Selection, checked_order, diff_iterations
 
 router = APIRouter()
@@ -31,6 +39,10 @@ PAGES = Pages(router, (Link("/rollouts", "Rollouts", 20),))
 PAGE_ROWS = 50
 MAX_DIFFS = 50
 MAX_SELECTIONS = 8
+MAX_SEARCH, MAX_RANGE, MAX_EXTREMES = 200, 10_000, 60
+NUM_BINS, MAX_COLUMNS = 24, 48
+"""Of the picture of all rewards."""
+RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 COUNT = re.compile(r"[0-9]{1,9}")
 Number = Annotated[int, Parameter(ge=0, lt=10**9)]
@@ -60,11 +72,22 @@ def _count(text: str, field: str) -> int | None:
     return int(text) if text else None
 
 
+def _iterations(text: str) -> list[int]:
+    """The iterations of a field: `7`, or `7-9`; none for an empty field."""
+    if (found := RANGE.fullmatch(text.strip())) is None:
+        number = _count(text, "iteration")
+        return [number] if number is not None else []
+    first, last = int(found[1]), int(found[2])
+    if not first <= last < first + MAX_RANGE:
+        raise ConfigError(f"iteration: {text[:80]!a} is not allowed: must be a range of at most {MAX_RANGE}")
+    return list(range(first, last + 1))
+
+
 def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
     node, values = find(ref, studio_of(request).store()), request.query_params
-    iteration = _count(values.get("iteration", ""), "iteration")
+    text = values.get("text", "").strip()[:MAX_SEARCH]
     query = Query(
-        [iteration] if iteration is not None else [],
+        _iterations(values.get("iteration", "")),
         values.get("source") or None,
         _number(values.get("min", ""), "lowest reward"),
         _number(values.get("max", ""), "highest reward"),
@@ -75,10 +98,10 @@ def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
     # A ledger that was changed since is read again.
     ledger = sorted((node.directory / LEDGER).glob("*"))
     state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
-    key = (node.sha256, state, repr(query), order)
+    key = (node.sha256, state, repr(query), order, text)
     with _lock:
         if key not in _kept:
-            _kept[key] = Selection(node, query, order)
+            _kept[key] = Selection(node, query, order, text)
         _kept.move_to_end(key)
         if len(_kept) > MAX_SELECTIONS:
             _kept.popitem(last=False)
@@ -126,14 +149,64 @@ def rollouts(request: Request, ref: str) -> Response:
         page_rows=PAGE_ROWS,
         search=request.url.query,
         part=selection.page(0, PAGE_ROWS).rows,
+        spread=_spread(node, request),
     )
+
+
+def _spread(node: Node, request: Request) -> dict[str, Any] | None:
+    """The picture of all rewards: cells (x, y, share of the fullest, count, address), and the means as a line."""
+    source = request.query_params.get("source") or None
+    found = reward_spread(node, source, NUM_BINS, MAX_COLUMNS)
+    if found is None:
+        return None
+    fullest, span = max(map(max, found.counts)), found.edges[-1] - found.edges[0]
+    cells = []
+    for x, ((first, last), counts) in enumerate(zip(found.columns, found.counts, strict=True)):
+        for y, count in enumerate(counts):
+            fields = {"iteration": f"{first}-{last}" if last > first else str(first), "source": source or ""}
+            # Bounds are rounded outwards, so that no reply of the bin is left out.
+            bounds = {"min": f"{found.edges[y] - 1e-6:.6f}", "max": f"{found.edges[y + 1] + 1e-6:.6f}"}
+            if count:
+                cells.append((x, NUM_BINS - 1 - y, round(0.15 + 0.85 * count / fullest, 2), count, fields | bounds))
+    line = [
+        f"{x + 0.5},{NUM_BINS * (1 - (mean - found.edges[0]) / span):.2f}"
+        for x, mean in enumerate(found.means)
+        if mean == mean
+    ]
+    return {
+        "cells": [(*cell[:4], urlencode({k: v for k, v in cell[4].items() if v}), cell[4]) for cell in cells],
+        "line": " ".join(line),
+        "width": len(found.columns),
+        "height": NUM_BINS,
+        "low": found.edges[0],
+        "high": found.edges[-1],
+        "first": found.columns[0][0],
+        "last": found.columns[-1][1],
+    }
+
+
+@router.get("/rollouts/{ref}/tokens")
+def tokens(request: Request, ref: str, iteration: Number, row: Number, round: Number = 0, by: str = "kl") -> Response:
+    """A reply token by token, shaded by one of `MEASURES`."""
+    node = find(ref, studio_of(request).store())
+    reply = reply_tokens(node, iteration, row, round, checked_measure(by))
+    return page(request, "tokens.html", node=node, reply=reply, by=by, measures=MEASURES)
+
+
+@router.get("/rollouts/{ref}/extremes")
+def extremes(request: Request, ref: str, iteration: Number, by: str = "kl") -> Response:
+    """The tokens of an iteration that stand out most."""
+    node = find(ref, studio_of(request).store())
+    found = extreme_tokens(node, iteration, checked_measure(by), MAX_EXTREMES)
+    values: dict[str, Any] = {"iteration": iteration, "by": by, "measures": MEASURES, "found": found}
+    return page(request, "extremes.html", node=node, kept=iterations(node.directory / LEDGER), **values)
 
 
 @router.get("/rollouts/{ref}/rows")
 def rows(request: Request, ref: str, start: Number) -> Response:
     """Rows from `start` on, which the browser asks for when they come into view."""
-    _, selection = _selected(request, ref)
-    return page(request, "rows_part.html", part=selection.page(start, PAGE_ROWS).rows, start=start)
+    node, selection = _selected(request, ref)
+    return page(request, "rows_part.html", node=node, part=selection.page(start, PAGE_ROWS).rows)
 
 
 @router.get("/rollouts/{ref}/diff")

@@ -108,6 +108,11 @@ class Verifier:
     def __init__(self, trusted: Sequence[TrustedKey]) -> None:
         self._keys = {key.sha256: key for key in trusted}
 
+    @property
+    def present(self) -> list[SSlibKey]:
+        """The keys that no other replaced."""
+        return [key.key for key in self._keys.values() if key.until is None]
+
     def check(self, envelope: Envelope, made: str | None = None) -> str:
         """The id of the key that signed an envelope.
 

@@ -1,14 +1,15 @@
 """Reading the signed log of an output directory: what was published, decided and left there, in order.
 
-    log.jsonl   one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
+    log.jsonl        one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
 
 Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
 by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file.
 
-    log.end     the digest of the last line, in a signed statement of its own, replaced at each entry
+    log.checkpoint   the number of lines and the root of a Merkle tree over them, signed anew at each entry
+    log.cosigned     the last such checkpoint that the log's witness cosigned
 
-A log that was cut short is found by comparing it with its `log.end`, and with heads that were kept: by MLflow, by
-`--since-verified`, or by a person (`xray audit --expect`).
+A log that was cut short is found by comparing it with its `log.checkpoint`, and with what others kept: a witness,
+MLflow, `--since-verified`, or a person (`xray audit --expect`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from xray_runtime.kernel.evidence.lines import (
     parse_line,
     read_signed_lines,
 )
-from xray_runtime.kernel.evidence.view import Line, LogView
+from xray_runtime.kernel.evidence.view import Head, Line, LogView
 from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
-LOG, END = "log.jsonl", "log.end"
+LOG, END, COSIGNED = "log.jsonl", "log.checkpoint", "log.cosigned"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
 
@@ -130,6 +131,15 @@ def view(output: Path) -> LogView:
 def read_lines(output: Path) -> Iterator[Line]:
     """The entries of a log, in order, as `read_signed_lines`."""
     return read_signed_lines(output / LOG, LogRecord)
+
+
+def has_head(output: Path, head: Head) -> bool:
+    """Whether the line of a log that `head` numbers has its digest."""
+    with contextlib.suppress(OSError, ValueError):
+        content = read_bounded(output / LOG, MAX_BYTES)
+        lines = content.splitlines(keepends=True)[head.entries - 1 : head.entries] if head.entries else []
+        return [hashlib.sha256(line).hexdigest() for line in lines] == [head.sha256]
+    return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

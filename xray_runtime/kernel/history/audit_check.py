@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.lines import ChainProblem, sound_lines
-from xray_runtime.kernel.evidence.log import LOG, read_lines
-from xray_runtime.kernel.evidence.view import Head, Line, LogView
+from xray_runtime.kernel.evidence.log import LOG, has_head, read_lines
+from xray_runtime.kernel.evidence.view import EMPTY, Head, Line, LogView
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.plugs import Registry
@@ -82,6 +82,10 @@ class Audited:
     """Whether the bytes of files are read."""
     since_verified: bool
     """Whether checkpoints are skipped that an earlier audit found sound."""
+    witness: str = ""
+    """Directory, address or file of the witness to ask; empty: the one that the log names, if it does."""
+    witness_key: str = ""
+    """Its public key; empty: the one that the log names."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +134,15 @@ class Chain(Protocol):
 
 
 def add_sound_lines(
-    view: Chain, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str
+    view: Chain, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str, verified: int = 0
 ) -> list[Finding]:
-    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code."""
+    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code.
+
+    Args:
+        verified: the signatures of so many lines were checked before.
+    """
     try:
-        for line in sound_lines(lines, verifier):
+        for line in sound_lines(lines, verifier, verified):
             view.add(line)
     except ValueError as error:
         number = f" {error.number}" if isinstance(error, ChainProblem) else ""
@@ -142,10 +150,16 @@ def add_sound_lines(
     return []
 
 
-def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Finding]]:
-    """(state that the sound entries describe, findings)."""
+def read_log(output: Path, verifier: Verifier | None, verified: Head = EMPTY) -> tuple[LogView, list[Finding]]:
+    """(state that the sound entries describe, findings).
+
+    Args:
+        verified: the signatures of the lines that lead to this head were checked before.
+    """
     view = LogView()
-    found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
+    # A line's digest stands for all lines before it.
+    known = verified.entries if has_head(output, verified) else 0
+    found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", known)
     if not os.path.lexists(output / LOG):
         found.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
     return view, found

@@ -7,13 +7,16 @@ against the same inputs. If two ways give numbers of one name, each also has the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xray_runtime.kernel.graph.kind import StageKind
 from xray_runtime.kernel.report.figures import COLORS, PANEL_INCHES, panel_grid
+from xray_runtime.kernel.report.names import title
 from xray_runtime.kernel.store.checkpoints import read_manifest
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.store.published import read_published
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INTERVAL = "_ci95"
+NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0}
+"""What a number would be if there were no difference."""
 
 
 class Number(NamedTuple):
@@ -135,6 +140,39 @@ def figure(table: SideBySide) -> Figure | None:
         axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
         axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn
+
+
+@dataclass(frozen=True)
+class DrawnResult:
+    """One number of several policies, drawn on one scale; positions are in percent of it."""
+
+    title: str
+    """For people."""
+    name: str
+    neutral: float | None
+    """Position of what no difference would be; None where there is no such value."""
+    rows: list[tuple[str, str, float, float, float]]
+    """(policy, text, value, low, high)."""
+
+
+def measures(table: SideBySide) -> list[DrawnResult]:
+    """The columns of the table, to be drawn with their intervals; numbers that are not finite are left out."""
+    found = []
+    for place, name in enumerate(table.columns):
+        cells = [(policy, n) for policy, numbers in table.rows if (n := numbers[place]) and isfinite(n.value)]
+        spans = [(n.value if n.low is None else n.low, n.value if n.high is None else n.high) for _, n in cells]
+        neutral = NEUTRAL.get(re.split(r" by |, ", name)[0])
+        ends = [end for span in spans for end in span if isfinite(end)] + ([neutral] if neutral is not None else [])
+        if not cells:
+            continue
+        low, span = min(ends), (max(ends) - min(ends)) or 1.0
+
+        def at(value: float, low: float = low, span: float = span) -> float:
+            return round(3 + 94 * (value - low) / span, 2) if isfinite(value) else 3.0
+
+        rows = [(p, str(n), at(n.value), at(a), at(b)) for (p, n), (a, b) in zip(cells, spans, strict=True)]
+        found.append(DrawnResult(title(name), name, at(neutral) if neutral is not None else None, rows))
+    return found
 
 
 def as_json(table: SideBySide) -> dict[str, Any]:

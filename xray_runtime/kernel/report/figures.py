@@ -90,8 +90,18 @@ def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) 
                 label = _label(name) if one_group else name.replace("/", " ", 1).replace("_", " ")
                 axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
         if len(names) > 1:
-            axes.legend(fontsize=7, frameon=False, labelcolor=INK)
+            _legend(axes, stacked=title.startswith("seconds"))
     return figure
+
+
+def _legend(axes: Axes, *, stacked: bool) -> None:
+    """Bars have their legend in a row above them, lines where there is room."""
+    if stacked:
+        axes.set_ylim(top=1.2 * axes.get_ylim()[1])
+        row = {"ncols": 4, "columnspacing": 0.8, "handlelength": 1.0, "handletextpad": 0.4}
+        axes.legend(loc="upper left", fontsize=7, frameon=False, labelcolor=INK, borderaxespad=0.1, **row)
+    else:
+        axes.legend(fontsize=7, frameon=False, labelcolor=INK)
 
 
 def _stack(axes: Axes, names: list[str], series: dict[str, list[tuple[int, float]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from markupsafe import Markup, escape
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.kernel.report.cards import cards
-from xray_runtime.kernel.report.evaluations import SideBySide, figure
+from xray_runtime.kernel.report.evaluations import SideBySide, measures
 from xray_runtime.kernel.report.figures import FIGURE, StageRecord, parse_metrics, training_figure
 from xray_runtime.kernel.report.layout import lineage_graph
 from xray_runtime.kernel.report.rendering import computed_text, run_text, template
@@ -54,7 +55,6 @@ def write_report(
     """
     written: dict[Path, str] = {}
     drawn = [(record.name, _drawn(record, read, written)) for record in records]
-    compared = figure(evaluations) if evaluations is not None else None
     html = template("report.html").render(
         run=lifecycle,
         ended=run_text(lifecycle),
@@ -63,13 +63,12 @@ def write_report(
         cards=cards(lifecycle["evaluation"]) if lifecycle["evaluation"] else [],
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
-        figures=[(name, figure) for name, figure in drawn if figure],
+        figures=[(name, panels) for name, panels in drawn if panels],
         rollouts=[(record.name, table) for record in records if (table := _rollouts(record, read))],
         samples=samples,
         pictured=pictured,
         config=config_yaml,
-        evaluations=evaluations if evaluations is not None and evaluations.rows else None,
-        evaluations_figure=svg(compared) if compared is not None else None,
+        measures=measures(evaluations) if evaluations is not None else [],
     )
     return written | {path: _write(path, html)}
 
@@ -80,22 +79,27 @@ def _write(path: Path, text: str) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> Markup:
-    """The curves of a stage, empty if it has none; kept beside its metrics, as drawing them takes most of a second."""
+def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> list[Markup]:
+    """The panels of a stage; kept beside its metrics, as drawing them takes most of a second."""
     kept = record.metrics_path.with_suffix(FIGURE)
     metrics = read(record.metrics_path)
     if metrics is None:
-        return Markup("")
+        return []
     if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
         content = read(kept)
         if content is not None:
-            return Markup(content.decode())
-    figure = training_figure(record.panels, parse_metrics(metrics))
-    if figure is None:
-        return Markup("")
-    drawn = svg(figure)
-    written[kept] = _write(kept, drawn)
-    return drawn
+            return panels_of(content.decode())
+    series = parse_metrics(metrics)
+    figures = [training_figure([panel], series) for panel in record.panels]
+    panels = [svg(figure) for figure in figures if figure is not None]
+    if panels:
+        written[kept] = _write(kept, "\n".join(panels))
+    return panels
+
+
+def panels_of(text: str) -> list[Markup]:
+    """The panels in a file of curves: SVG elements, none inside another."""
+    return [Markup(panel) for panel in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
 def _rollouts(record: StageRecord, read: Read) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def _environment(folders: tuple[Path, ...]) -> Environment:
         trim_blocks=True,
     )
     environment.filters |= {"code": _code, "number": _number, "plain": _plain, "named": title}
-    environment.filters |= {"amount": _amount, "duration": duration}
+    environment.filters |= {"amount": _amount, "duration": duration, "groups": _groups}
     return environment
 
 
@@ -48,6 +49,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 def _number(value: float | str | None) -> str:
     return "–" if value is None or value != value else value if isinstance(value, str) else f"{value:+.3f}"
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Rollouts that follow each other, in groups of one prompt."""
+    return [list(group) for _, group in groupby(rows, key=lambda row: row["prompt_row"])]
 
 
 def _amount(value: float) -> str:

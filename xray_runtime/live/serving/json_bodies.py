@@ -1,21 +1,27 @@
-"""Refuses requests with JSON that breaks the engine's server: nested too deeply, or with an unpaired surrogate."""
+"""Reads JSON bodies before the engine's server does: refuses what breaks it (nested too deeply, an unpaired surrogate)
+and names of models that are not served, and notes which checkpoint will answer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp as App, Message, Receive, Scope, Send
 
 from xray_runtime.kernel.request_bodies import parse_body
-from xray_runtime.live.serving.middleware import answer_json
+from xray_runtime.live.serving.middleware import ANSWERED_BY, answer_json
 
 
 class JsonBodies:
     """ASGI middleware, behind `Tagged`, which limits the size of bodies. It reads them in threads, so that others are
-    answered meanwhile."""
+    answered meanwhile.
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    Args:
+        sha256s: name of a model in requests → sha256 of its checkpoint, noted as `ANSWERED_BY` of the scope.
+    """
+
+    def __init__(self, app: App, sha256s: Mapping[str, str]) -> None:
+        self._app, self._sha256s = app, sha256s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _says_json(scope):
@@ -29,11 +35,18 @@ class JsonBodies:
                 break
         if last["type"] == "http.request" and body:
             try:
-                await asyncio.to_thread(parse_body, bytes(body))
+                content = await asyncio.to_thread(parse_body, bytes(body))
             except ValueError as error:
-                content = {"message": str(error), "type": "BadRequestError", "code": 400}
-                await answer_json(send, 400, {"error": content})
+                await _refuse(send, 400, "BadRequestError", str(error))
                 return
+            if isinstance(content, dict) and isinstance(name := content.get("model"), str) and name:
+                if name not in self._sha256s:
+                    allowed = ", ".join(map(repr, self._sha256s))
+                    await _refuse(
+                        send, 404, "NotFoundError", f"model: {name!r} is not allowed: must be one of {allowed}"
+                    )
+                    return
+                scope[ANSWERED_BY] = self._sha256s[name]
         is_whole = last["type"] == "http.request"
         # A client that left, or whose request is too large, is told so by the message after its body.
         whole: Message = {"type": "http.request", "body": bytes(body), "more_body": not is_whole}
@@ -43,6 +56,10 @@ class JsonBodies:
             return read.pop(0) if read else await receive()
 
         await self._app(scope, replayed, send)
+
+
+async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
+    await answer_json(send, status, {"error": {"message": message, "type": kind, "code": status}})
 
 
 def _says_json(scope: Scope) -> bool:

@@ -14,6 +14,8 @@ SHA256_HEADER = "x-xray-model-sha256"
 PROXY_HEADER = "x-xray-front"
 CANARY_HEADER = "x-xray-canary"
 """The reverse proxy sets it: the candidate's sha256, in requests that are randomly assigned."""
+ANSWERED_BY = "xray.answered_by"
+"""Key of a request's scope: sha256 of the checkpoint that answers it."""
 OPEN_PATHS = ("/health",)
 """Load balancers request these paths without a key."""
 MAX_BODY_BYTES = 4 * 2**20
@@ -29,7 +31,8 @@ class Tagged:
     """ASGI middleware. vLLM's own check of a key covers only paths that begin with /v1.
 
     Args:
-        sha256: of the model; sent with every answer, errors included.
+        sha256: of the model; sent with every answer, errors included, unless `app` notes another in the scope
+            (`ANSWERED_BY`).
         key: `key_digest` of the key that requests must contain (`Authorization: Bearer KEY`); None: they need no key.
         secret: value of the reverse proxy's `PROXY_HEADER`; requests without it are rejected.
         own_keys: paths for which `app` itself checks keys.
@@ -57,7 +60,7 @@ class Tagged:
                 return
             if message["type"] == "http.response.start":
                 begun = True
-                tag = (SHA256_HEADER.encode(), self._sha256.encode())
+                tag = (SHA256_HEADER.encode(), scope.get(ANSWERED_BY, self._sha256).encode())
                 message = {**message, "headers": [*message.get("headers", []), tag]}
             await send(message)
 

@@ -12,8 +12,9 @@ import uvicorn
 from prometheus_client import REGISTRY
 from starlette.types import ASGIApp as App
 
-from xray_runtime.engines.generators.vllm.server import VLLMServer, arguments
+from xray_runtime.engines.generators.vllm.server import VLLMServer, adapter_arguments, arguments
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.processes import redirect_output
 from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.live.serving import NotServedError
@@ -22,10 +23,23 @@ from xray_runtime.live.serving.json_bodies import JsonBodies
 from xray_runtime.live.serving.middleware import Tagged
 from xray_runtime.live.serving.recorder import RecorderHandle
 from xray_runtime.live.serving.recording import FEEDBACK_PATH, Outbox, RecordingMiddleware, prometheus_count
+from xray_runtime.models.merging import whole_model
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 3600
 """Longer than the reverse proxy keeps connections: closing one here first could lose a request."""
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """A checkpoint whose adapter is served by its own name beside the base."""
+
+    name: str
+    directory: Path
+    sha256: str
+    rank: int
+    layers: tuple[str, ...]
+    """The adapted layers, by the last parts of their names."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,12 @@ class ServedModel:
     key: str | None
     """Digest of the API key (`middleware.key_digest`)."""
     logs: Path
+    adapters: tuple[ServedAdapter, ...] = ()
+
+    @property
+    def sha256s(self) -> dict[str, str]:
+        """Name in requests → sha256 of the checkpoint that answers to it."""
+        return dict.fromkeys(self.names, self.sha256) | {each.name: each.sha256 for each in self.adapters}
 
 
 class Replica:
@@ -60,14 +80,17 @@ class Replica:
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
         # A replacement may start long after the audit.
-        damages = verify(model.directory, model.sha256)
-        if damages:
-            raise NotServedError(f"{model.directory.name}: {damages[0]}")
-        options = arguments(
-            model.directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
-        )
-        self._engine = engine = VLLMServer(options, model.runtime, model.device)
-        app = self._tagged(JsonBodies(await engine.start()))
+        for served in (model, *model.adapters):
+            if damages := verify(served.directory, served.sha256):
+                raise NotServedError(f"{served.directory.name}: {damages[0]}")
+        # Nothing reads its files after the start.
+        with whole_model(model.directory) as directory:
+            options = arguments(
+                directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
+            )
+            options += adapter_arguments([(a.name, a.directory / ADAPTER, a.rank, a.layers) for a in model.adapters])
+            self._engine = engine = VLLMServer(options, model.runtime, model.device)
+            app = self._tagged(JsonBodies(await engine.start(), model.sha256s))
         # vLLM shows all that is registered on /metrics.
         REGISTRY.register(self._canary)
         host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()

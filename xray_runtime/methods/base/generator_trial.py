@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
@@ -22,10 +21,11 @@ from xray_runtime.kernel.errors import StageInterruptedError, cause_line, is_out
 from xray_runtime.kernel.plugs import able
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
-from xray_runtime.models.causal_lm import load_model, max_positions
+from xray_runtime.models.causal_lm import copy_model, load_model, max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.published_check import tried_ids
 from xray_runtime.models.trial import own_logprobs
+from xray_runtime.models.weight_files import overwrite, tensors
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -34,16 +34,22 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 8
 MAX_LENGTH = 64
+UPDATED = "updated"
+"""Directory, for as long as the trial lasts, of the model with other weights."""
+SMALLER = 0.8
+"""By this, every third element of its tensors."""
 PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
 """Errors that say nothing about the model."""
 
 
 def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
-    """Sample from the model in `out` with a generator that has its own models, and compare log-probabilities with
-    transformers', unless the generator is known to compute this family.
+    """Sample from the model in `out` with a generator that has its own models, then from the same model with other
+    weights, as an update brings them, and compare log-probabilities with transformers', unless the generator is known
+    to compute this family.
 
     Raises:
-        ValueError: the generator refuses the model, or computes another one; one line.
+        ValueError: the generator refuses the model, or computes another one, or keeps weights that it should replace;
+            one line.
     """
     generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
     if generator is None or not generator.capabilities.own_models:
@@ -56,34 +62,53 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
     prompts = tried_ids(out)
     sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
     spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
+    updated = out / UPDATED
     try:
-        with stage.open_models({"generator": spec}) as models:
-            rows = prompt_rows(stage, prompts, "trial")
-            answers = [get(models["generator"].generate.remote(rows, sampling, 0))]
-            # Some models change weights as they load them, and must do so again where these are updated.
-            get(models["generator"].load_checkpoint.remote(out, 1))
-            answers.append(get(models["generator"].generate.remote(rows, sampling, 1)))
-    except Exception as error:
-        cause = root_cause(error)
-        if isinstance(cause, PASSING) or is_out_of_memory(error):
-            raise
-        raise ValueError(f"{refused}: it fails ({type(cause).__name__}: {cause_line(cause)}); {remedy}") from error
-    off = _difference(out, prompts, answers)
+        _write_updated(out, updated)
+        try:
+            answers = _sampled(stage, spec, prompts, sampling, updated)
+        except Exception as error:
+            cause = root_cause(error)
+            if isinstance(cause, PASSING) or is_out_of_memory(error):
+                raise
+            failure = f"{type(cause).__name__}: {cause_line(cause)}"
+            raise ValueError(f"{refused}: it fails ({failure}); {remedy}") from error
+        off = [_difference(*each, prompts) for each in zip((out, updated), answers, strict=True)]
+    finally:
+        shutil.rmtree(updated, ignore_errors=True)
     limit = FLOAT32_MISMATCH if generator.precision(stage.runtime.device) == "float32" else BFLOAT16_MISMATCH
-    if not off <= limit:
-        raise ValueError(
-            f"{refused}: its log-probabilities differ from transformers' by {off:.2g} nats a token (at most "
-            f"{limit:g}); {remedy}"
-        )
+    for difference, weights in zip(off, ("", "after an update of its weights "), strict=True):
+        if not difference <= limit:
+            raise ValueError(
+                f"{refused}: {weights}its log-probabilities differ from transformers' by {difference:.2g} nats a token "
+                f"(at most {limit:g}); {remedy}"
+            )
 
 
-def _difference(out: Path, prompts: list[list[int]], answers: Sequence[ReplyBatch]) -> float:
-    """Mean |log-probability difference| of the sampled tokens; the largest of the answers', NaN where one is."""
-    lm = load_model(out).eval()
-    return float(np.max([_difference_of(lm, prompts, answer) for answer in answers]))
+def _sampled(
+    stage: Stage[HubBase, NoInputs], spec: GeneratorSpec, prompts: list[list[int]], sampling: Sampling, updated: Path
+) -> list[ReplyBatch]:
+    """Answers with the weights of `spec`, then with those of `updated`."""
+    with stage.open_models({"generator": spec}) as models:
+        generator, rows = models["generator"], prompt_rows(stage, prompts, "trial")
+        first = get(generator.generate.remote(rows, sampling, 0))
+        get(generator.load_checkpoint.remote(updated, 1))
+        return [first, get(generator.generate.remote(rows, sampling, 1))]
 
 
-def _difference_of(lm: Any, prompts: list[list[int]], answer: ReplyBatch) -> float:
+def _write_updated(out: Path, directory: Path) -> None:
+    """Write the model of `out` with other weights in every tensor, so that one that an update leaves out shows."""
+
+    def smaller(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0, SMALLER * tensor, tensor)
+
+    copy_model(out, directory)
+    overwrite(directory, ((name, smaller(t)) for name, t in tensors(out) if t.is_floating_point()), 0, 1)
+
+
+def _difference(directory: Path, answer: ReplyBatch, prompts: list[list[int]]) -> float:
+    """Mean |log-probability difference| of the sampled tokens from transformers'; NaN where one is."""
+    lm: Any = load_model(directory).eval()
     replies = [ids.tolist() for ids in answer.response_ids]
     ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])
     lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True)])

@@ -6,16 +6,20 @@ shapes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
+from xray_runtime.methods.common.sampling.shared_base import shared_base, shared_generator
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
@@ -49,15 +53,14 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, paths, inputs.prompts.path, excluded)
     prompt_texts = [prompt_text(messages) for messages in prompts]
     replies: dict[str, PolicyReplies] = {}
-    for number, side in enumerate(SIDES, start=1):
-        tokenizer, path = tokenizers[side], paths[side]
-        spec = GeneratorSpec(path, limit + config.max_response_tokens, config.generator)
-        sampling = sampling_of(config, path, tokenizer)
-        with stage.open_models({"generator": spec}) as models:
+    with contextlib.closing(_generators(stage, paths, limit + config.max_response_tokens)) as generators:
+        for number, (side, generator, version) in enumerate(generators, start=1):
+            tokenizer = tokenizers[side]
             begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
-            setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
-            replies[side] = sample_policy(setup, begun, columns, side)
-        recorder.progress(number, 3, "steps", f"sampled the {side}")
+            sampling = sampling_of(config, paths[side], tokenizer)
+            setup = SamplerSetup(stage, generator, sampling, tokenizer, limit, recorder.log_dir, out)
+            replies[side] = sample_policy(setup, begun, columns, side, version)
+            recorder.progress(number, 3, "steps", f"sampled the {side}")
     scoring = Scoring(stage)
     with stage.open_models(scoring.specs()) as models:
         for side in SIDES:
@@ -68,6 +71,24 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
+
+
+def _generators(
+    stage: Stage[EvaluationConfig, CompareInputs], paths: dict[str, Path], max_length: int
+) -> Generator[tuple[str, ModelHandle, int]]:
+    """(side, a generator of it, the version of its weights), one after the other: adapters of one base take turns in
+    one generator."""
+    config = stage.config.generator
+    shared = shared_generator(shared_base(paths.values()), max_length, config)
+    if shared is not None:
+        with stage.open_models({"generator": shared}) as models:
+            for version, side in enumerate(SIDES, start=1):
+                get(models["generator"].load_checkpoint.remote(paths[side], version))
+                yield side, models["generator"], version
+        return
+    for side in SIDES:
+        with stage.open_models({"generator": GeneratorSpec(paths[side], max_length, config)}) as models:
+            yield side, models["generator"], 0
 
 
 def champion_prompts(inputs: CompareInputs) -> TextSet:

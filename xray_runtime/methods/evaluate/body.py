@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from xray_runtime.methods.common.sampling.agent_rows import split_branches
 from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
+from xray_runtime.methods.common.sampling.shared_base import SharedBase, shared_base, shared_generator
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
@@ -56,18 +58,16 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     if inputs.verdicts is not None:
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
     scoring, sampling = Scoring(stage, tokenizer), sampling_of(config, before, tokenizer)
-    specs: dict[str, ModelSpec | GeneratorSpec] = {
-        **scoring.specs(),
-        "generator": GeneratorSpec(before, limit + config.max_response_tokens, config.generator),
-    }
-    sides = {"before": before, "after": policy}
-    reference = ReferenceObjective(config.temperature)
-    specs |= scored_together({side: ModelSpec(path, reference, frozen=config.frozen) for side, path in sides.items()})
+    sides, length = {"before": before, "after": policy}, limit + config.max_response_tokens
+    shared = shared_base(sides.values())
+    generator = shared_generator(shared, length, config.generator) or GeneratorSpec(before, length, config.generator)
+    specs: dict[str, ModelSpec | GeneratorSpec] = {**scoring.specs(), "generator": generator}
+    specs |= _compared(config, sides, shared)
     replies: dict[str, PolicyReplies] = {}
     with stage.open_models(specs) as models:
         for version, side in enumerate(SIDES):
-            if version:
-                get(models["generator"].load_checkpoint.remote(policy, version))
+            if sides[side] != generator.directory:
+                get(models["generator"].load_checkpoint.remote(sides[side], version))
             setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
             replies[side] = sample_policy(setup, prompts, columns, side, version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
@@ -91,12 +91,27 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     return 0
 
 
+def _compared(
+    config: EvaluationConfig, sides: dict[str, Path], shared: SharedBase | None
+) -> dict[str, ModelSpec | GeneratorSpec]:
+    """The models that score for the KL: both sides, or the policy alone where its base is the other."""
+    scores = ReferenceObjective(config.temperature)
+    layout = config.frozen
+    if shared is None or layout.is_split or layout.zero_stage:
+        return {**scored_together({side: ModelSpec(path, scores, frozen=layout) for side, path in sides.items()})}
+    spec = ModelSpec(shared.directory, scores, frozen=layout)
+    if shared.directory == sides["before"]:
+        return {"after": replace(spec, adapter=sides["after"], reference=scores)}
+    return {**scored_together({side: replace(spec, adapter=path) for side, path in sides.items()})}
+
+
 def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
     rollout = replies.rollout
     branches = rollout.branches if "branches" in rollout else None
     rows, merged = split_branches(TextBatch.of(replies.begun, rollout.response_ids), branches)
-    after, before = map(merged, get_all([models[side].score.remote(rows) for side in ("after", "before")]))
+    reference = models["before"].score if "before" in models else models["after"].reference
+    after, before = map(merged, get_all([models["after"].score.remote(rows), reference.remote(rows)]))
     logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
     chosen = rollout.response_mask.dense() if rollout.are_episodes else logprobs.mask()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))

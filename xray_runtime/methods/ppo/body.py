@@ -45,6 +45,7 @@ from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
+from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.curriculum import PromptOrder
 from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
@@ -245,7 +246,10 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    reads = config.generator.capabilities.own_models and not config.in_flight_updates
+    synced = synced_adapter(config.adapter_sync, config.lora, config.generator, loop.stage.runtime)
+    # A generator that got merged weights has none to read where an adapter alone was written.
+    has_weights = synced is not None or config.lora is None or config.lora.publish == "merged"
+    reads = config.generator.capabilities.own_models and not config.in_flight_updates and has_weights
     if kept == done and reads:
         get(models["generator"].load_checkpoint.remote(out, done + 1))
         loop.rollouts.probe(models["policy"], done + 1, loop.sampling_turn())

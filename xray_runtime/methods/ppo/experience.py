@@ -114,7 +114,7 @@ def check_mismatch(mismatch: float, limit: float) -> None:
     if not mismatch <= limit:  # NaN too
         raise RuntimeError(
             f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
-            f"{limit:g}): the generator does not compute the policy"
+            f"{limit:g}): the generator does not compute the policy; base.generator tries one before training"
         )
 
 

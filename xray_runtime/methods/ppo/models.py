@@ -16,6 +16,7 @@ from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.roles import ppo_models
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -62,13 +63,18 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
                 CriticObjective(config),
                 role=name,
                 training_at_once=trained_at_once,
-                training=config.model_copy(update={"engine": role.layout}),
+                training=config.model_copy(update={"engine": role.layout, "lora": _merged(config.lora)}),
                 new_head=True,
                 head=critic / VALUE_HEAD if critic.exists() else None,
             )
     # With a lag, the generator works at the same time.
     scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
     return specs | scored_together(scored, beside=int(bool(config.lag)))
+
+
+def _merged(lora: LoRAConfig | None) -> LoRAConfig | None:
+    """The adapters of a critic: no checkpoint of its own, it has its weights beside it."""
+    return None if lora is None else lora.model_copy(update={"publish": "merged"})
 
 
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:

@@ -1,7 +1,7 @@
-"""HunYuan, dense and as a mixture of experts."""
+"""HunYuan, dense."""
 
 from __future__ import annotations
 
 from xray_runtime.models.family import Family
 
-FAMILY = Family(model_types=("hunyuan_v1_dense", "hunyuan_v1_moe"), tried=("vllm",))
+FAMILY = Family(model_types=("hunyuan_v1_dense",), tried=("vllm",))

@@ -32,6 +32,9 @@ MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
 LOGIT_BYTES = 3 * FLOAT32_BYTES
 """Bytes of one computed logit: itself, its log-softmax and a temporary, in float32."""
+SCORE_BYTES = 8
+"""Bytes that transformers' eager attention keeps of one score: its softmax in float32, and that in the weights' width
+and a cap's tanh, which in float32 is 4 for the cap alone."""
 PROCESS_BYTES = 500_000_000
 """A Workhorse's process without a model: private memory after imports on CPU (measured: 0.43 GB with DeepSpeed, 0.58 GB
 with vLLM), about a CUDA context on a GPU."""
@@ -134,13 +137,14 @@ def layer_activation_bytes(
     34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
-        scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
-            fused attention keeps none.
+        scored_length: tokens s of a sequence whose attention scores are kept: the softmax's output, w·a·s² for each,
+            and `SCORE_BYTES` instead of w in transformers' eager attention; 0: fused attention keeps none.
     """
     w, d = weight_bytes, shape.head_size
     norms = (FLOAT32_BYTES + 2 * w) * (2 * shape.hidden_size + shape.extra_norm_width) + 2 * FLOAT32_BYTES
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
-    attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
+    attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads
+    attention += (SCORE_BYTES if shape.eager else w) * heads * scored_length
     routed = 0 if shape.experts is None else 3 * w * shape.experts.chosen * shape.hidden_size
     return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp) + routed)
 

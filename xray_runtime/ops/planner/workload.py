@@ -144,7 +144,7 @@ class Workload:
         shape, width, on_gpu = role.shape, role.weight_bytes, self.device == "cuda"
         # On CUDA, torch has no fused attention for float32 with grouped heads.
         keeps_scores = on_gpu and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads
-        scored_length = self.sequence_tokens if keeps_scores else 0
+        scored_length = self.sequence_tokens if keeps_scores or shape.eager else 0
         if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp))
             most = CACHED_TOKENS * self.cache_scale

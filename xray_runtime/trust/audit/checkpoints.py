@@ -6,17 +6,18 @@ store gives a finding, never an exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.view import EMPTY, Head
 from xray_runtime.kernel.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.kernel.history.audit_check import CHECKS, AuditCheck, Audited, Finding, read_log
-from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.trust.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.trust.keys import read_rotations, trusted_keys
@@ -37,6 +38,8 @@ class Audit:
     """Checkpoints that were skipped because they have not changed since they were last verified."""
     log: Head = EMPTY
     """The end of the signed log: with a copy of it one can tell later whether the log was cut short."""
+    is_witnessed: bool = False
+    """Whether a witness was asked about the log."""
     notes: list[str] = field(default_factory=list)
     """Skipped checkpoints, and the reason."""
 
@@ -75,6 +78,8 @@ def audit(
     hashing: bool = True,
     since_verified: bool = False,
     expect: Head | None = None,
+    witness: str = "",
+    witness_key: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit checkpoints, their ancestors, their evaluations and benchmarks.
@@ -86,21 +91,20 @@ def audit(
         since_verified: skip what has not changed since such an audit found everything sound, and record a sound result
             (see `verified`); only with `starts=None` and hashing.
         expect: a head of the log that somebody kept.
+        witness, witness_key: see `Audited`.
         on_progress: called with (checkpoints read, checkpoints to read).
     """
     assert not since_verified or (starts is None and hashing)
     graph, result = store.graph, Audit()
-    chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
-    if starts is not None:
-        chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation, Benchmark)]
     found = result.findings
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
-    log, broken = read_log(store.output, verifier)
+    log, broken = read_log(store.output, verifier, baseline.verified_head if baseline else EMPTY)
     found += broken
     result.log = log.head
-    nodes = [graph.nodes[sha] for sha in graph.ancestors(chosen) if sha in graph.nodes]
+    result.is_witnessed = bool(witness or log.state(LogWitness).chosen)
+    nodes = _chosen(graph, starts)
     changed = [node for node in nodes if baseline is None or node.sha256 not in baseline.unchanged]
     result.count(nodes, changed)
     audited = Audited(
@@ -112,21 +116,35 @@ def audit(
         verifier=verifier,
         public_keys=[key.pem for key in trusted],
         heads={"--expect": expect, RECORD: baseline.head if baseline else last_head(store.output, trusted)},
+        witness=witness,
+        witness_key=witness_key,
         whole=starts is None,
         hashing=hashing,
         since_verified=since_verified,
     )
-    checks = [check for check in map(CHECKS.get, CHECKS) if check.applies(audited)]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for done, findings in enumerate(pool.map(lambda node: _of_node(audited, node, checks), changed), 1):
-            found += findings
-            on_progress(done, len(changed))
-    for check in checks:
-        found += check.run(audited) if check.run is not None else ()
+    found += _findings(audited, on_progress)
     result.findings = sorted(set(found))
     if baseline is not None:
         result.notes = _baseline_notes(store, result, trusted, baseline)
     return result
+
+
+def _findings(audited: Audited, on_progress: Callable[[int, int], None]) -> Iterator[Finding]:
+    checks = [check for check in map(CHECKS.get, CHECKS) if check.applies(audited)]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for done, findings in enumerate(pool.map(lambda node: _of_node(audited, node, checks), audited.changed), 1):
+            yield from findings
+            on_progress(done, len(audited.changed))
+    for check in checks:
+        yield from check.run(audited) if check.run is not None else ()
+
+
+def _chosen(graph: CheckpointGraph, starts: Iterable[Node] | None) -> list[Node]:
+    """Checkpoints, their ancestors, evaluations and benchmarks, parents first."""
+    chosen = list(graph.nodes) if starts is None else [node.sha256 for node in starts]
+    if starts is not None:
+        chosen += [node.sha256 for sha in list(chosen) for node in graph.judgements_of(sha, Evaluation, Benchmark)]
+    return [graph.nodes[sha] for sha in graph.ancestors(chosen) if sha in graph.nodes]
 
 
 def _of_node(audited: Audited, node: Node, checks: Sequence[AuditCheck]) -> list[Finding]:

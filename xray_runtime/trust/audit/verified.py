@@ -38,7 +38,7 @@ from xray_runtime.kernel.evidence.envelope import (
     sign,
 )
 from xray_runtime.kernel.evidence.log import LOG
-from xray_runtime.kernel.evidence.view import Head
+from xray_runtime.kernel.evidence.view import EMPTY, Head
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.graph import CheckpointGraph
 from xray_runtime.kernel.store.checkpoints import read_bounded
@@ -94,6 +94,11 @@ class Baseline:
     """Digests of the checkpoints that are skipped."""
     head: Head | None = None
     """The end of the log then."""
+
+    @property
+    def verified_head(self) -> Head:
+        """The end of the log up to which signatures need no second check."""
+        return self.head if self.head is not None and not self.reason else EMPTY
 
 
 def read_baseline(output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey]) -> Baseline:

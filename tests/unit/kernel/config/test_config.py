@@ -135,7 +135,7 @@ REFUSED = [
     "ppo: {stages: [{lora: {dora: true}, critic: separate, critic_engine: {tensor_parallel: 2, num_workhorses: 2}}]}",
     "ppo: {stages: [{adapter_sync: adapter}]}",
     "ppo: {stages: [{lora: {}, engine: {num_workhorses: 4, tensor_parallel: 2, pipeline_parallel: 2}}]}",
-    "{generator: {engine: transformers}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
+    "{generator: {engine: deepspeed}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
     "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
     "reward: {batch_size: 1, engine: {num_workhorses: 2}}",

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.trust.synthetic import Lifecycle
-from xray_runtime.kernel.report.evaluations import Measured, Number, as_json, figure, measured, side_by_side
+from xray_runtime.kernel.report.evaluations import (
+    Measured,
+    Number,
+    as_json,
+    figure,
+    measured,
+    measures,
+    side_by_side,
+)
 from xray_runtime.methods.benchmark.kind import BENCHMARK
 from xray_runtime.methods.evaluate.kind import EVALUATE
 
@@ -31,6 +39,22 @@ def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:
     assert panel.get_title(loc="left") == "perplexity"
     assert [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"] == [9.0, 7.0]
     assert figure(side_by_side(found[:1], {})) is None
+
+
+def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
+    found = [
+        Measured("e-1", "a" * 64, "1", {"win_rate by gold": Number(0.8, 0.7, 0.9), "kl": Number(2.0)}),
+        Measured("e-2", "b" * 64, "1", {"win_rate by gold": Number(0.6, 0.5, 0.7), "kl": Number(float("nan"))}),
+    ]
+    rate, kl = measures(side_by_side(found, {"a" * 64: "ppo-1", "b" * 64: "ppo-2"}))
+    assert (rate.title, kl.title) == ("win rate by gold", "KL to the model before, nats a reply")
+    # From 0.5 at 3% to 0.9 at 97%: 23.5 points are 0.1.
+    assert rate.neutral == 3.0
+    assert rate.rows == [
+        ("ppo-1", "0.8 (0.7 to 0.9)", 73.5, 50.0, 97.0),
+        ("ppo-2", "0.6 (0.5 to 0.7)", 26.5, 3.0, 50.0),
+    ]
+    assert (kl.neutral, kl.rows) == (None, [("ppo-1", "2", 3.0, 3.0, 3.0)])
 
 
 def test_names_of_policies_stay_apart() -> None:

@@ -279,8 +279,8 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         assert name in text
         assert sha in text
     assert "cached; computed in 48.0 s" in text
-    # Beside the lineage a figure for each stage that has curves, below its name.
-    assert [tag for tag, _ in page.elements].count("svg") == 1 + len(PANELS)
+    # Beside the lineage a figure for each panel of a stage that has curves.
+    assert [tag for tag, _ in page.elements].count("svg") == 1 + sum(map(len, PANELS.values()))
     assert [name for name in ("base", "somebody's", *PANELS) if f"{name} curves" in text] == list(PANELS)
 
 

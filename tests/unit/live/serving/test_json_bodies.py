@@ -10,8 +10,10 @@ import pytest
 
 from xray_runtime.kernel.request_bodies import MAX_DEPTH
 from xray_runtime.live.serving.json_bodies import JsonBodies
+from xray_runtime.live.serving.middleware import ANSWERED_BY
 
 JSON = [(b"content-type", b"application/json")]
+SHA256S = {"base": "ab" * 32, "tuned": "cd" * 32}
 
 
 def ask(body: bytes, headers: Any = JSON, method: str = "POST", ends: bool = True) -> tuple[int, bytes]:
@@ -38,7 +40,8 @@ def ask(body: bytes, headers: Any = JSON, method: str = "POST", ends: bool = Tru
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": found})
 
-    asyncio.run(JsonBodies(app)({"type": "http", "method": method, "headers": headers}, receive, send))
+    scope = {"type": "http", "method": method, "headers": headers}
+    asyncio.run(JsonBodies(app, SHA256S)(scope, receive, send))
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
@@ -83,3 +86,27 @@ def test_other_requests_and_clients_that_leave_pass() -> None:
     assert ask(levels(900), [(b"content-type", b"multipart/form-data")]) == (200, levels(900))
     assert ask(levels(900), method="PUT") == (200, levels(900))
     assert ask(b'{"a": 1}', ends=False) == (499, b'{"a": 1}')
+
+
+@pytest.mark.parametrize(("body", "sha256"), [("{}", None), ('{"model": ""}', None), ('{"model": "tuned"}', "cd" * 32)])
+def test_the_name_of_a_model_says_which_checkpoint_answers(body: str, sha256: str | None) -> None:
+    noted: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        noted.append(scope.get(ANSWERED_BY))
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body.encode()}
+
+    async def send(message: Any) -> None: ...
+
+    asyncio.run(JsonBodies(app, SHA256S)({"type": "http", "method": "POST", "headers": JSON}, receive, send))
+    assert noted == [sha256]
+
+
+def test_a_model_that_is_not_served_is_not_found() -> None:
+    status, answer = ask(b'{"model": "other"}')
+    assert (status, json.loads(answer)["error"]["message"]) == (
+        404,
+        "model: 'other' is not allowed: must be one of 'base', 'tuned'",
+    )

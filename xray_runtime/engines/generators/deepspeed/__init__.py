@@ -12,6 +12,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig
+    from xray_runtime.models.lora import LoRAConfig
 
 
 class DeepSpeedInferenceConfig(GeneratorConfig):
@@ -31,7 +32,13 @@ class DeepSpeedInference(Generator):
         from xray_runtime.engines.generators.deepspeed import sampler  # noqa: F401
 
     def sampler(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig | None = None,
     ) -> Sampler:
         from xray_runtime.engines.generators.deepspeed.sampler import DeepSpeedSampler
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.engines.layouts import GeneratorConfig
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig
+    from xray_runtime.models.lora import LoRAConfig
 
 
 class Server(Generator):
@@ -40,7 +41,13 @@ class Server(Generator):
         from xray_runtime.engines.generators.server import sampler  # noqa: F401
 
     def sampler(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig | None = None,
     ) -> Sampler:
         from xray_runtime.engines.generators.server.sampler import ServerSampler
 

@@ -12,6 +12,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import EngineRank, Sampler
     from xray_runtime.kernel.config.section import RuntimeConfig
+    from xray_runtime.models.lora import LoRAConfig
 
 
 class TransformersConfig(GeneratorConfig):
@@ -25,17 +26,23 @@ class Transformers(Generator):
     """See `Generator`."""
 
     config = TransformersConfig
-    capabilities = GeneratorCapabilities(pictures=True)
+    capabilities = GeneratorCapabilities(adapters=True, adapter_rank=1024, dora=True, pictures=True)
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
         from xray_runtime.engines.generators.transformers import sampler  # noqa: F401
 
     def sampler(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+        self,
+        directory: Path,
+        max_length: int,
+        config: GeneratorConfig,
+        runtime: RuntimeConfig,
+        rank: EngineRank,
+        adapter: LoRAConfig | None = None,
     ) -> Sampler:
         from xray_runtime.engines.generators.transformers.sampler import TransformersSampler
 
-        return TransformersSampler(directory, rank)
+        return TransformersSampler(directory, rank, adapter)
 
 
 GENERATOR = Transformers()

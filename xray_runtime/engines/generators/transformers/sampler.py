@@ -12,7 +12,9 @@ import transformers
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.signs import part_done
+from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.pictures import PictureReader, read_one_by_one
 from xray_runtime.models.published_names import PublishedNames
 
@@ -23,10 +25,14 @@ alone, not on the rest of the batch."""
 
 
 class TransformersSampler(Sampler):
-    """One model under `generate`."""
+    """One model under `generate`, or one with an adapter that each update replaces."""
 
-    def __init__(self, directory: Path, rank: EngineRank) -> None:
+    def __init__(self, directory: Path, rank: EngineRank, adapter: LoRAConfig | None = None) -> None:
         self._lm: Any = load_model(directory).to(rank.device).eval()
+        self._adapters = None
+        if adapter is not None:
+            self._adapters = Adapters(self._lm, adapter, directory, seed=0)
+            self._adapters.load({})
         # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
         self._lm.generation_config = transformers.GenerationConfig()
         self._names = PublishedNames(self._lm)
@@ -57,6 +63,9 @@ class TransformersSampler(Sampler):
         return self._lm.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
 
     def write(self, tensors: Tensors, version: int) -> None:
+        if self._adapters is not None:
+            self._adapters.load(dict(tensors))
+            return
         for name, tensor in tensors:
             self._names.write(name, tensor)
 

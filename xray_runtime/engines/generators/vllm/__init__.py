@@ -48,23 +48,19 @@ class VLLM(Generator):
         load_vllm(device, reproducible=runtime.reproducible)
 
     def sampler(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
-    ) -> Sampler:
-        from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
-
-        return VLLMSampler(directory, max_length, runtime, rank)
-
-    def adapter_sampler(
         self,
         directory: Path,
         max_length: int,
         config: GeneratorConfig,
         runtime: RuntimeConfig,
         rank: EngineRank,
-        adapter: LoRAConfig,
+        adapter: LoRAConfig | None = None,
     ) -> Sampler:
         from xray_runtime.engines.generators.vllm.adapter import AdapterSampler
+        from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
 
+        if adapter is None:
+            return VLLMSampler(directory, max_length, runtime, rank)
         return AdapterSampler(directory, max_length, runtime, rank, adapter)
 
     def memory_pool(self) -> MemoryPool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from xray_runtime.engines.generators.vllm.sampler import WEIGHTS, VLLMSampler
+from xray_runtime.engines.generators.vllm.sampler import WEIGHTS, VLLMSampler, allowed_rank
 from xray_runtime.engines.sampling import EngineRank
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -29,14 +29,12 @@ class AdapterSampler(VLLMSampler):
     def __init__(
         self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank, adapter: LoRAConfig
     ) -> None:
-        from vllm.config.lora import MaxLoRARanks
-
         # All that vLLM could adapt includes the experts of a mixture, for which it has no kernels on CPU.
         layers = {name.rpartition(".")[2] for name in adapted_layers(skeleton(str(directory)), adapter)}
         options = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(most for most in get_args(MaxLoRARanks) if most >= adapter.rank),
+            "max_lora_rank": allowed_rank(adapter.rank),
             "lora_target_modules": sorted(layers),
         }
         super().__init__(directory, max_length, runtime, rank, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
@@ -107,6 +107,13 @@ def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, wor
     token_bytes: int = 2 * 4 * config.num_hidden_layers * math.ceil(heads.keys / world_size) * heads.size
     blocks = 2 * SEQUENCES * math.ceil(max_length / BLOCK_TOKENS)
     return min(blocks * BLOCK_TOKENS * token_bytes, round(runtime.generator_memory_gib * 2**30))
+
+
+def allowed_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM for adapters of this rank."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return min(most for most in get_args(MaxLoRARanks) if most >= rank)
 
 
 def keeps_states(directory: Path) -> bool:

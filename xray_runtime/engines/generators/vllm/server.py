@@ -12,7 +12,7 @@ from typing import Any
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
-from xray_runtime.engines.generators.vllm.sampler import PREFILL_TOKENS, load_vllm
+from xray_runtime.engines.generators.vllm.sampler import PREFILL_TOKENS, allowed_rank, load_vllm
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 
@@ -42,6 +42,16 @@ def arguments(
     options += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--enforce-eager", "--dtype", "float32"]
     options += ["--kv-cache-memory-bytes", str(round(runtime.generator_memory_gib * 2**30))]
     return [*options, "--max-num-batched-tokens", str(PREFILL_TOKENS), "--max-model-len", str(length)]
+
+
+def adapter_arguments(adapters: Sequence[tuple[str, Path, int, Sequence[str]]]) -> list[str]:
+    """Further options for adapters beside the model: (name in requests, directory, rank, adapted layers) of each."""
+    if not adapters:
+        return []
+    modules = [json.dumps({"name": name, "path": str(path)}) for name, path, _, _ in adapters]
+    ranks, layers = [rank for _, _, rank, _ in adapters], sorted({each for *_, of in adapters for each in of})
+    options = ["--enable-lora", "--max-loras", str(len(adapters)), "--max-lora-rank", str(allowed_rank(max(ranks)))]
+    return [*options, "--lora-target-modules", *layers, "--lora-modules", *modules]
 
 
 NO_CALLS = (

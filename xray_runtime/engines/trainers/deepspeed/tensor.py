@@ -35,7 +35,9 @@ def check_split(lm: Any, degree: int, field: str) -> None:
     try:
         _layer_specs(lm)
     except ValueError as error:
-        raise ValueError(f"{refused} for a {type(lm).__name__}: {error}") from error
+        styles = str(error).partition(". ")[0]  # the rest is advice on a key that X-ray does not give DeepSpeed
+        experts = "; library 'fsdp2' splits experts, by expert_parallel" if "experts" in styles else ""
+        raise ValueError(f"{refused} for a {type(lm).__name__} ({styles}){experts}") from error
 
 
 def _layer_specs(lm: Any) -> Any:

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.envelope import Verifier, read_envelope, read_record
-from xray_runtime.kernel.evidence.log import END, LOG
+from xray_runtime.kernel.evidence.envelope import Verifier
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness
+from xray_runtime.kernel.evidence.log import END, LOG, view
 from xray_runtime.kernel.evidence.view import Head, LogView
 from xray_runtime.kernel.history.audit_check import ASK, RECOMPUTE, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.kernel.history.graph import Node
-from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
-from xray_runtime.trust.log import EndRecord
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
+from xray_runtime.trust.log import origin
+from xray_runtime.trust.merkle import MerkleTree
+from xray_runtime.trust.note import WitnessKey
+from xray_runtime.trust.witness import LogContradicted, open_witness, present, read_log_checkpoint
 
 CODES = {
     "log-missing": Meaning(
@@ -22,6 +26,10 @@ CODES = {
     ),
     "log-broken": Meaning("The signed log is broken: nothing after this entry can be trusted.", ASK),
     "log-shorter": Meaning("Entries were taken off the signed log, or an older one was put in its place.", ASK),
+    "witness-silent": Meaning(
+        "The log's witness cannot say whether it is the whole log.",
+        "Ask the witness's owner. `xray witness use` names another one.",
+    ),
     "checkpoint-unlogged": Meaning(
         "The signed log does not say that this checkpoint was published here.",
         "Ask where it came from. Running the lifecycle that made it again adds it to the log.",
@@ -36,24 +44,59 @@ CODES = {
 
 
 def check_end(output: Path, view: LogView, verifier: Verifier | None) -> Iterator[Finding]:
-    """A log that can be read to its end against its signed end."""
-    if verifier is not None and (reason := _end_problem(output / END, view, verifier)):
+    """A log that can be read to its end against its signed checkpoint."""
+    if verifier is not None and (reason := _end_problem(output, view, verifier)):
         yield Finding(LOG, "log-shorter", reason)
 
 
-def _end_problem(path: Path, view: LogView, verifier: Verifier) -> str | None:
-    """Why the signed end of the log is not the end of this one; None where it is."""
-    if not os.path.lexists(path):
+def _end_problem(output: Path, view: LogView, verifier: Verifier) -> str | None:
+    """Why the log's checkpoint is not of this log; None where it is."""
+    if not os.path.lexists(output / END):
         return f"{END}, which is signed with each entry, is missing"
     try:
-        envelope = read_envelope(read_bounded(path))
+        checkpoint = read_log_checkpoint(output)
         # Each entry replaces it, so a retired key signs none that counts.
-        verifier.check(envelope)
-        sha256 = read_record(envelope, EndRecord).files.get(LOG, "")
-    except (OSError, ValueError) as error:
+        checkpoint.require_signer(verifier.present)
+    except ValueError as error:
         return f"{END}, which is signed with each entry, does not count ({first_line(error)})"
-    # A process that was killed between the two leaves the end of the line before.
-    return None if sha256 in view.heads[-2:] else f"{END} names {sha256[:12]}, which is not its last entry"
+    size = checkpoint.size
+    # A process that was killed between the two leaves the checkpoint of the line before.
+    if size not in (len(view.heads), len(view.heads) - 1):
+        return f"{END} is of {size} entries, and there are {len(view.heads)}"
+    is_same = size == 0 or (checkpoint.origin, checkpoint.root) == (origin(view.heads), _tree(view).root(size))
+    return None if is_same else f"{END} is of other entries"
+
+
+def _tree(view: LogView) -> MerkleTree:
+    tree = MerkleTree()
+    tree.follow(view.heads)
+    return tree
+
+
+def check_witness(audited: Audited) -> Iterator[Finding]:
+    """The log against what its witness knows of it: the one that the audit was given, or else that the log names."""
+    chosen = audited.log.state(LogWitness).chosen
+    address = audited.witness or (chosen.address if chosen is not None else "")
+    key = audited.witness_key or (chosen.key if chosen is not None else "")
+    if not address or audited.verifier is None:
+        return
+    output = audited.store.output
+    # A run may append meanwhile: the log as it is now must continue the one that was audited.
+    for _ in range(3):
+        now = view(output)
+        try:
+            checkpoint = read_log_checkpoint(output)
+            line = present(open_witness(address, audited.verifier.present), _tree(now), checkpoint, checkpoint.size)
+            if line is not None and key:
+                WitnessKey.parse(key).require(checkpoint, line)
+            return
+        except LogContradicted as problem:
+            reason, code = str(problem), "log-shorter"
+        except ValueError as problem:
+            reason, code = str(problem), "witness-silent"
+        if view(output).head == now.head:
+            break
+    yield Finding(LOG, code, f"{reason} (witness {address})")
 
 
 def check_heads(view: LogView, heads: Mapping[str, Head | None]) -> Iterator[Finding]:
@@ -85,7 +128,8 @@ def check_published(view: LogView, nodes: Iterable[Node], everything: bool, is_o
 def _check(audited: Audited) -> Iterator[Finding]:
     output, log = audited.store.output, audited.log
     if audited.is_log_sound:
-        yield from check_end(output, log, audited.verifier)
+        ends = list(check_end(output, log, audited.verifier))
+        yield from ends or check_witness(audited)
     yield from check_heads(log, audited.heads)
     if log.heads:
         yield from check_published(log, audited.nodes, audited.whole, bool(log.open_runs(output)))

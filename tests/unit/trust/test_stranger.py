@@ -1,0 +1,103 @@
+"""docs/verify-without-xray.md, followed by somebody who has no X-ray."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trust.commands import bundled, place
+from tests.unit.trust.tampering import flip
+from xray_runtime.kernel.evidence.envelope import new_private_key, public_half
+from xray_runtime.kernel.evidence.view import Left
+from xray_runtime.trust.log import append, choose_witness
+from xray_runtime.trust.note import WitnessKey
+
+PAGE = Path(__file__).parents[3] / "docs" / "verify-without-xray.md"
+OURS = ("xray", "xray_runtime", "flows", "tasks", "deployments")
+WITHOUT = f"""
+import sys, runpy
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {OURS!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") else runpy.run_module(
+    sys.argv[0], run_name="__main__", alter_sys=True
+)
+"""
+"""Runs a script or a module as in an environment without X-ray."""
+
+
+def stranger(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", WITHOUT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The script on the page."""
+    path = tmp_path / "verify.py"
+    [text] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def unpacked(bare: Path, tmp_path: Path) -> tuple[Path, Path, WitnessKey]:
+    """(bundle, public key, key of the witness)."""
+    key = choose_witness(bare, str(tmp_path / "witness"), None, by="Ada")
+    append(bare, Left(note="later"))
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    return tmp_path / "bundle", Path(shutil.copy(bare / "keys" / "signing.pub", tmp_path / "signing.pub")), key
+
+
+def test_nothing_of_xray_is_there() -> None:
+    for name in OURS:
+        assert stranger(name).returncode == 1
+
+
+def test_the_model_and_its_history_are_verified(
+    script: Path, unpacked: tuple[Path, Path, WitnessKey], tmp_path: Path
+) -> None:
+    bundle, public, key = unpacked
+    model = place(bundle, "ppo-2")
+    verify = ("model_signing", "verify", "key", model, "--signature", model / "model.sig", "--public_key", public)
+    assert stranger(*verify).returncode == 0
+    done = stranger(script, bundle, public, key)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{model.name} was made from .*reference xray:", done.stdout)
+    assert "and a witness knows it" in done.stdout
+    other = tmp_path / "other.pub"
+    other.write_bytes(public_half(new_private_key()))
+    for arguments in ((bundle, other), (bundle, public, WitnessKey("a", key.public))):
+        assert stranger(script, *arguments).returncode == 1
+    flip(model / "model.safetensors")
+    assert stranger(*verify).returncode == 1
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a file": lambda bundle: flip(place(bundle, "ppo-2") / "model.safetensors"),
+    "a statement": lambda bundle: flip(place(bundle, "sft") / "attestation" / "statement.json"),
+    "a hash of the log": lambda bundle: flip(next(iter(bundle.glob("source/tile/0/*.p/*")))),
+    "an entry of the log": lambda bundle: flip(bundle / "source" / "entries.jsonl"),
+    "the log's checkpoint": lambda bundle: flip(bundle / "source" / "checkpoint"),
+    "no entry about a checkpoint": lambda bundle: (bundle / "source" / "entries.jsonl").write_text(""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str, script: Path, unpacked: tuple[Path, Path, WitnessKey]) -> None:
+    bundle, public, key = unpacked
+    CHANGES[change](bundle)
+    assert stranger(script, bundle, public, key).returncode == 1

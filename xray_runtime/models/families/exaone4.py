@@ -1,7 +1,0 @@
-"""EXAONE 4."""
-
-from __future__ import annotations
-
-from xray_runtime.models.family import Family
-
-FAMILY = Family(model_types=("exaone4",), tried=("vllm",))

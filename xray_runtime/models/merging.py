@@ -1,0 +1,104 @@
+"""Checkpoints that were published as adapters alone (`lora.publish: adapter`): the whole model, merged when it is read.
+
+Such a checkpoint has every file of a model but its weights: these are in the checkpoint that its `adapter/` names, by
+digest. That one lies beside it, and may be such a checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from xray_runtime.kernel.files import sync
+from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.kernel.store.checkpoints import verify
+from xray_runtime.models.adapter_files import adapter_files, read_fields
+from xray_runtime.models.weight_files import copy_weights, overwrite, tensors_in, weight_files
+
+
+class Base(NamedTuple):
+    """The checkpoint with the weights."""
+
+    directory: Path
+    sha256: str
+
+
+def base_of(directory: Path) -> Base | None:
+    """The base of a checkpoint that is an adapter alone; None: it has weights, or is no model."""
+    if not (directory / ADAPTER).is_dir() or weight_files(directory):
+        return None
+    fields = read_fields(directory / ADAPTER)
+    return Base(directory.parent / fields.base, fields.base_sha256)
+
+
+def whole(directory: Path, place: Path) -> Path:
+    """`directory`, or the whole model that it is an adapter of, written into a directory of its name in `place`.
+
+    There a link of its base's name leads to the base.
+
+    Raises:
+        ValueError: its base is not beside it, or was changed; one line.
+    """
+    base = base_of(directory)
+    if base is None:
+        return directory
+    problems = ["it names no digest of it"] if not base.sha256 else verify(base.directory, base.sha256)
+    if problems:
+        raise ValueError(
+            f"{directory.name}: it is an adapter of {base.directory.name}, which cannot be read: {problems[0]}"
+        )
+    out = place / directory.name
+    if not out.exists():
+        merge(directory, whole(base.directory, place), out)
+        link = place / base.directory.name
+        if not link.exists():
+            link.symlink_to(base.directory.absolute())
+    return out
+
+
+def merge(directory: Path, base: Path, out: Path) -> None:
+    """Write the files of `directory`, and the weights of `base` with its adapter merged into them, into `out`."""
+    from xray_runtime.models.adapters import Adapters
+    from xray_runtime.models.causal_lm import skeleton
+
+    shutil.copytree(directory, out)
+    copy_weights(base, out)
+    adapters = Adapters(skeleton(str(base)), read_fields(directory / ADAPTER).lora, base, seed=0)
+    adapters.load(dict(tensors_in(adapter_files(directory))))
+    overwrite(out, adapters.merged(lambda name, parameter: parameter.detach()), 0, 1)
+
+
+def write_model(directory: Path, sha256: str, out: Path) -> None:
+    """Write the whole model of the checkpoint `directory` in Hugging Face form into the new directory `out`.
+
+    Raises:
+        FileExistsError: there is something.
+        ValueError: the checkpoint or its base was changed.
+    """
+    from xray_runtime.models.causal_lm import copy_model
+
+    if problems := verify(directory, sha256):
+        raise ValueError(f"{directory.name}: {problems[0]}")
+    if out.exists():
+        raise FileExistsError(out)
+    temporary = out.with_name(f"{out.name}.writing-{os.getpid()}")
+    try:
+        with whole_model(directory) as model:
+            copy_model(model, temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        os.rename(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def whole_model(directory: Path) -> Iterator[Path]:
+    """`whole`, in a directory that is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="xray-whole-") as place:
+        yield whole(directory, Path(place))
