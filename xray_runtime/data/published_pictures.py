@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from markupsafe import Markup, escape
 
-from xray_runtime.data.pictures import DIGITS, FOLDER, SHOWN, shown_picture
+from xray_runtime.data.pictures import DIGITS, ENDINGS, FOLDER, SHOWN, shown_picture
 from xray_runtime.kernel.store.checkpoints import read_manifest
 from xray_runtime.kernel.store.published import read_published
 
@@ -56,7 +56,7 @@ class PublishedPictures:
         from PIL import Image
 
         small = io.BytesIO()
-        with Image.open(io.BytesIO(found[0])) as image:
+        with Image.open(io.BytesIO(found[0]), formats=list(ENDINGS)) as image:
             image.thumbnail((SIDE, SIDE))
             image.convert("RGB").save(small, "PNG")
         return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"

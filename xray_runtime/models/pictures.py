@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xray_runtime.data.pictures import PictureFiles, PictureTokens, pictures_in
+from xray_runtime.data.pictures import ENDINGS, PictureFiles, PictureTokens, pictures_in
 from xray_runtime.models.family import family_of
 
 PROCESSOR = "preprocessor_config.json"
@@ -111,7 +111,7 @@ class PictureReader:
         """[patches, numbers of a patch]"""
         from PIL import Image
 
-        with Image.open(self._files.path(digest)) as image:
+        with Image.open(self._files.path(digest), formats=list(ENDINGS)) as image:
             found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
             count = self._family.count(self._processor, *image.size)
         self._sizes[digest] = PictureSize(found["image_grid_thw"], count)

@@ -204,7 +204,10 @@ USER, ANSWER = {"role": "user", "content": f"{PLACEHOLDER}what?"}, {"role": "ass
         ({"image": "data:image/png;base64,%%"}, "line 2: image 1: the picture's data URL cannot be read"),
         ({"image": "data:image/png;base64,AAAA"}, "line 2: image 1: the picture cannot be read"),
         ({"image": "cut.png"}, "line 2: image 1: the picture cannot be read"),
-        ({"image": "a.tiff"}, "line 2: image 1: the picture is a TIFF; allowed: PNG, JPEG, WEBP, GIF, BMP"),
+        (
+            {"image": "a.tiff"},
+            "line 2: image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
+        ),
         ({"images": ["0.png", "1.png"]}, "line 2: prompt has 1 placeholders <image>, and images has 2 pictures"),
         ({"images": []}, "line 2: prompt has 1 placeholders <image>, and images has 0 pictures"),
         ({"image": "0.png", "images": ["1.png"]}, "line 2: it has the columns image and images"),

@@ -78,11 +78,10 @@ class PictureFolder:
 
     def _message(self, where: str, message: Any, has_column: bool) -> Any:
         parts = message.get("content") if isinstance(message, dict) else None
-        return (
-            message | {"content": [self._part(where, part, has_column) for part in parts]}
-            if isinstance(parts, list)
-            else message
-        )
+        if not isinstance(parts, list):
+            return message
+        content = [self._part(where, part, has_column) for part in parts]
+        return message | {"content": content}
 
     def _part(self, where: str, part: Any, has_column: bool) -> Any:
         if not isinstance(part, dict) or part.get("type") not in PICTURE_PARTS:
@@ -96,16 +95,16 @@ class PictureFolder:
 
         content = self._bytes(where, source)
         try:
-            with Image.open(io.BytesIO(content)) as image:
+            # No other format: some of pillow's readers start programs.
+            with Image.open(io.BytesIO(content), formats=list(ENDINGS)) as image:
                 form, (width, height) = str(image.format), image.size
                 if width * height > MAX_PIXELS:
                     raise ValueError(f"it has {width} × {height} pixels, more than {MAX_PIXELS:,}")
                 image.load()
         except Exception as error:  # pillow's readers have exceptions of their own
             reason = " ".join(str(error).split()).partition(" <")[0]
-            raise ValueError(f"{where}: the picture cannot be read ({reason})") from error
-        if form not in ENDINGS:
-            raise ValueError(f"{where}: the picture is a {form}; allowed: {', '.join(ENDINGS)}")
+            allowed = ", ".join(ENDINGS)
+            raise ValueError(f"{where}: the picture cannot be read ({reason}); allowed: {allowed}") from error
         digest = sha256(content).hexdigest()
         file = self._folder / f"{digest}{ENDINGS[form]}"
         if not file.is_file():
