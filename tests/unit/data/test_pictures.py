@@ -206,7 +206,7 @@ USER, ANSWER = {"role": "user", "content": f"{PLACEHOLDER}what?"}, {"role": "ass
         ({"image": "cut.png"}, "line 2: image 1: the picture cannot be read"),
         (
             {"image": "a.tiff"},
-            "line 2: image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
+            "image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
         ),
         ({"images": ["0.png", "1.png"]}, "line 2: prompt has 1 placeholders <image>, and images has 2 pictures"),
         ({"images": []}, "line 2: prompt has 1 placeholders <image>, and images has 0 pictures"),
