@@ -193,43 +193,43 @@ def test_pictures_of_dropped_rows_are_not_kept(tmp_path: Path) -> None:
 USER, ANSWER = {"role": "user", "content": f"{PLACEHOLDER}what?"}, {"role": "assistant", "content": "red"}
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"image": "none.png"}, "line 2: image 1: the picture 'none.png' does not exist in data.pictures"),
-        ({"image": "../rows.jsonl"}, "line 2: image 1: the picture '../rows.jsonl' is not in data.pictures"),
-        ({"image": "http://a/b.png"}, "line 2: image 1: the picture is an address"),
-        ({"image": {"size": 3}}, "line 2: image 1: the picture is missing; its keys are size"),
-        ({"image": 7}, "line 2: image 1: the picture is a whole number; allowed: a path, bytes, a data URL"),
-        ({"image": "data:image/png;base64,%%"}, "line 2: image 1: the picture's data URL cannot be read"),
-        ({"image": "data:image/png;base64,AAAA"}, "line 2: image 1: the picture cannot be read"),
-        ({"image": "cut.png"}, "line 2: image 1: the picture cannot be read"),
-        (
-            {"image": "a.tiff"},
-            "image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
-        ),
-        ({"images": ["0.png", "1.png"]}, "line 2: prompt has 1 placeholders <image>, and images has 2 pictures"),
-        ({"images": []}, "line 2: prompt has 1 placeholders <image>, and images has 0 pictures"),
-        ({"image": "0.png", "images": ["1.png"]}, "line 2: it has the columns image and images"),
-        ({}, "line 2: message 1 of prompt has the placeholder '<image>' of a picture, sound or video, which the row"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
-            "line 2: prompt has 1 placeholders <image>, and images has 0 pictures",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Is"}, {"type": "image"}]}]},
-            "line 2: message 1 of prompt: the picture is missing; its keys are type",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "path": "0.png"}, USER["content"]]}]},
-            "line 2: message 1 of prompt",
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "path": "0.png"}]}]},
-            "line 2: message 2 of messages has a picture and role 'assistant'; allowed: user",
-        ),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"image": "none.png"}, "line 2: image 1: the picture 'none.png' does not exist in data.pictures"),
+    ({"image": "../rows.jsonl"}, "line 2: image 1: the picture '../rows.jsonl' is not in data.pictures"),
+    ({"image": "http://a/b.png"}, "line 2: image 1: the picture is an address"),
+    ({"image": {"size": 3}}, "line 2: image 1: the picture is missing; its keys are size"),
+    ({"image": 7}, "line 2: image 1: the picture is a whole number; allowed: a path, bytes, a data URL"),
+    ({"image": "data:image/png;base64,%%"}, "line 2: image 1: the picture's data URL cannot be read"),
+    ({"image": "data:image/png;base64,AAAA"}, "line 2: image 1: the picture cannot be read"),
+    ({"image": "cut.png"}, "line 2: image 1: the picture cannot be read"),
+    (
+        {"image": "a.tiff"},
+        "image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
+    ),
+    ({"images": ["0.png", "1.png"]}, "line 2: prompt has 1 placeholders <image>, and images has 2 pictures"),
+    ({"images": []}, "line 2: prompt has 1 placeholders <image>, and images has 0 pictures"),
+    ({"image": "0.png", "images": ["1.png"]}, "line 2: it has the columns image and images"),
+    ({}, "line 2: message 1 of prompt has the placeholder '<image>' of a picture, sound or video, which the row"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
+        "line 2: prompt has 1 placeholders <image>, and images has 0 pictures",
+    ),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Is"}, {"type": "image"}]}]},
+        "line 2: message 1 of prompt: the picture is missing; its keys are type",
+    ),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "path": "0.png"}, USER["content"]]}]},
+        "line 2: message 1 of prompt",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "path": "0.png"}]}]},
+        "line 2: message 2 of messages has a picture and role 'assistant'; allowed: user",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), REFUSED, ids=map(str, range(len(REFUSED))))
 def test_refused(record: dict[str, Any], expected: str, tmp_path: Path, message_texts: Messages) -> None:
     _, plain = rows(tmp_path / "pictures", 2)
     (tmp_path / "pictures" / "cut.png").write_bytes(picture(1)[:40])
