@@ -14,7 +14,7 @@ from xray_runtime.models.pictures import PictureReader, picture_tokens
 from xray_runtime.models.trial import STATES, OtherModelError, tried_rows
 
 SIZE = 96, 64
-"""Of the picture, in pixels."""
+"""Width and height of the picture, in pixels."""
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class Remembered:
 
 
 class PictureSize(NamedTuple):
-    """What a picture takes."""
+    """The size of a picture for the model."""
 
     grid: Tensor
     """Time, rows and columns of its patches [1, 3]."""
