@@ -1,4 +1,4 @@
-"""Output layers that X-ray adds to a causal LM, or splits off it."""
+"""Output layers of a `HeadedLM` that a causal LM does not have."""
 
 from __future__ import annotations
 
