@@ -51,6 +51,11 @@ class Generation:
         files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
         self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
 
+    def read_pictures(self, folders: tuple[Path, ...]) -> None:
+        """Prompts may have pictures of these folders from now on."""
+        if folders:
+            self._sampler.read_pictures(self._directory, folders)
+
     def fits(
         self, directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None = None
     ) -> bool:
