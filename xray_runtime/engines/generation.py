@@ -101,12 +101,12 @@ class Generation:
             cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
             ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
             replies = [after or before for before, after in zip(replies, cut, strict=True)]
-        return ReplyBatch(
+        answer = ReplyBatch(
             response_ids=Ragged.of(reply.token_ids for reply in replies),
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
-            **(_route_columns(prompts, replies) if sampling.routes else {}),
         )
+        return answer.with_columns(**_route_columns(prompts, replies)) if sampling.routes else answer
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Reply | None:
