@@ -58,9 +58,9 @@ class RunRecord:
         tracking_uri: str | None = None,
     ) -> None:
         self.output, self.project = output, project
-        own = own_store(output)
-        self.tracking_uri = tracking_uri or tracking_address() or own
-        self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
+        default = own_store(output)
+        self.tracking_uri = tracking_uri or tracking_address() or default
+        self._is_own, self._seed, self._storage = self.tracking_uri == default, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
         self._terms = dict(terms or {})
         self._run_directory = run_directory or output
@@ -159,8 +159,8 @@ class RunRecord:
     def _artifacts(self, content: str) -> dict[Path, str]:
         """Artifact of the run's MLflow run → sha256, of those that are as this run sent them."""
         sent = self._sent | {LIFECYCLE: text_sha256(content), REPORT: self.summary.files.get(self.summary.report)}
-        found = digests(self.output, [self.output / ARTIFACTS / self.run_id])
-        return {self.output / name: sha256 for name, sha256 in found.items() if sent.get(Path(name).name) == sha256}
+        files = digests(self.output, [self.output / ARTIFACTS / self.run_id])
+        return {self.output / name: sha256 for name, sha256 in files.items() if sent.get(Path(name).name) == sha256}
 
     def _open_tracker(self) -> Tracker:
         # If several processes create the same database, all but one fail.

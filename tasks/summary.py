@@ -61,18 +61,18 @@ def headline(kind: StageKind, result: StageResult, series: Series) -> str:
 def _results(kind: StageKind, result: StageResult) -> dict[str, float]:
     if kind.results is None:
         return {}
-    found = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    results = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
 def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(title, text) of the main results of an evaluation (`evaluation.json`)."""
     rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
-    for name, found in (e.get("judges") or {}).items():
-        low, high = found["win_rate_ci95"]
-        shown = "" if found["judges"] else ", shown only"
-        counts = f"over {found['samples']} held-out prompts, {found['tied']} tied, by {name}{shown}"
-        rows.append(("win rate", f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}) {counts}"))
+    for name, judged in (e.get("judges") or {}).items():
+        low, high = judged["win_rate_ci95"]
+        shown = "" if judged["judges"] else ", shown only"
+        counts = f"over {judged['samples']} held-out prompts, {judged['tied']} tied, by {name}{shown}"
+        rows.append(("win rate", f"{judged['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}) {counts}"))
     for name, title in (("gold", "gold score"), ("reward", "reward")):
         if e[f"{name}_after"] is not None:
             low, high = e[f"{name}_delta_ci95"]

@@ -8,6 +8,7 @@ A stage that is given such a function runs the same checks before it computes an
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from xray_runtime.algorithms.estimators import AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, token_loss
+from xray_runtime.algorithms.streams import Probe
 from xray_runtime.kernel.errors import first_line
 
 LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""
 TOLERANCE = 1e-9
 """Between two ways to compute one number in float64."""
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+"""Streams of single tokens; all others are of whole replies."""
 
 
 def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
@@ -37,12 +41,15 @@ def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
     pad: dict[str, Any] = {
         field: torch.nn.functional.pad(getattr(rollout, field), (0, 2)) for field in ("rewards", "mask", "values")
     }
+    pad["streams"] = _probe(rollout).map(lambda s, x: torch.nn.functional.pad(x, (0, 2)) if s in BY_TOKEN else x)
     padded, _ = estimate(estimator, replace(rollout, **pad), name)
     if not _equal(padded[:, : plain.shape[1]], plain):
         raise ValueError(f"advantages: {name} depends on padding: count tokens where `mask` is True alone")
     order = torch.tensor([3, 0, 6, 1, 7, 5, 2, 4])
     columns = ("scores", "rewards", "mask", "groups", "values", "bootstrap_values")
-    moved, _ = estimate(estimator, replace(rollout, **{c: getattr(rollout, c)[order] for c in columns}), name)
+    taken: dict[str, Any] = {column: getattr(rollout, column)[order] for column in columns}
+    taken["streams"] = _probe(rollout).map(lambda stream, x: x if stream == "source_weights" else x[order])
+    moved, _ = estimate(estimator, replace(rollout, **taken), name)
     if not _equal(moved, plain[order]):
         raise ValueError(f"advantages: {name} depends on the order of the replies: `groups` says which belong together")
 
@@ -66,11 +73,32 @@ def check_loss(loss: PolicyLoss, name: str = "it", *, gradient: bool = True) -> 
         alone = _loss_of(loss, _select(tokens, mine), name)
         if not _equal(alone * tokens.mask[mine], (plain * tokens.mask)[mine]):
             raise ValueError(f"loss: {name} couples tokens of two replies: the split into micro-batches would matter")
-    other = torch.where(tokens.mask.bool(), tokens.logprobs, tokens.logprobs - 0.5)
-    if not _equal(_loss_of(loss, replace(tokens, logprobs=other), name) * tokens.mask, plain * tokens.mask):
+    chosen = tokens.mask.bool()
+    others = _probe(tokens).map(lambda _, x: torch.where(chosen, x, x - 0.5) if x.is_floating_point() else x)
+    other = replace(tokens, logprobs=torch.where(chosen, tokens.logprobs, tokens.logprobs - 0.5), streams=others)
+    if not _equal(_loss_of(loss, other, name) * tokens.mask, plain * tokens.mask):
         raise ValueError(f"loss: {name} depends on tokens that the policy did not choose: leave out those with mask 0")
     if gradient:
         _check_gradient(lambda logprobs: _loss_of(loss, replace(tokens, logprobs=logprobs), name) * tokens.mask, name)
+
+
+def loss_reads(loss: PolicyLoss, name: str = "it") -> frozenset[str]:
+    """The streams that a policy loss reads. Raises ValueError: one of them is not there."""
+    tokens = _tokens()
+    token_loss(loss, tokens, name)
+    return frozenset(_probe(tokens).noted)
+
+
+def advantage_reads(estimator: AdvantageEstimator, name: str = "it") -> frozenset[str]:
+    """The streams that an estimator reads. Raises ValueError: one of them is not there."""
+    rollout = _rollout()
+    estimate(estimator, rollout, name)
+    return frozenset(_probe(rollout).noted)
+
+
+def _probe(inputs: AdvantageInputs | PolicyLossInputs) -> Probe:
+    assert isinstance(inputs.streams, Probe)
+    return inputs.streams
 
 
 def _check_gradient(function: Callable[[Tensor], Tensor], name: str) -> None:
@@ -94,8 +122,9 @@ def _loss_of(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> Tensor:
 
 
 def _select(tokens: PolicyLossInputs, mine: Tensor) -> PolicyLossInputs:
-    columns = ("logprobs", "old_logprobs", "advantages", "mask")
+    columns = ("logprobs", "advantages", "mask")
     taken: dict[str, Any] = {column: getattr(tokens, column)[mine] for column in columns}
+    taken["streams"] = _probe(tokens).map(lambda _, values: values[mine])
     return replace(tokens, **taken, replies=torch.zeros(int(mine.sum()), dtype=torch.int64))
 
 
@@ -106,13 +135,26 @@ def _mask() -> Tensor:
     return mask
 
 
+def _column(name: str, count: int) -> Tensor:
+    """Random numbers in the dataset's column `name`, one a reply."""
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(count, generator=random, dtype=torch.float64)
+
+
 def _rollout() -> AdvantageInputs:
     random, mask = torch.Generator().manual_seed(0), _mask()
     batch = len(LENGTHS)
-    rewards = torch.randn(mask.shape, generator=random, dtype=torch.float64) * mask
-    values = torch.randn(mask.shape, generator=random, dtype=torch.float64) * mask
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    rewards, values = normal(*mask.shape) * mask, normal(*mask.shape) * mask
     groups, nothing = torch.arange(batch) // 2, torch.zeros(batch, dtype=torch.float64)
-    return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, gamma=0.9, gae_lambda=0.8)
+    streams = {name: (-normal(*mask.shape).abs() - 0.5) * mask for name in BY_TOKEN}
+    streams["turns"] = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(-1).sub(1).clamp(min=0)
+    streams |= {"versions": torch.arange(batch) % 3, "sources": normal(batch, 2), "source_weights": normal(2).abs()}
+    probe = Probe(streams, lambda name: _column(name, batch), set())
+    return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, 0.9, 0.8, probe)
 
 
 def _tokens() -> PolicyLossInputs:
@@ -122,6 +164,12 @@ def _tokens() -> PolicyLossInputs:
     def normal() -> Tensor:
         return torch.randn(len(replies), generator=random, dtype=torch.float64)
 
-    mask = _mask()[torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]].double()
+    chosen = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    mask = _mask()[chosen].double()
     old = -normal().abs() - 0.5
-    return PolicyLossInputs(old + 0.3 * normal(), old, normal(), mask, replies, 0.2, 0.25, 3.0)
+    logprobs, advantages = old + 0.3 * normal(), normal()
+    streams = {"old_logprobs": old, "rollout_logprobs": old + 0.1 * normal(), "ref_logprobs": old + 0.3 * normal()}
+    rollout = _rollout()
+    streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[replies], "groups": replies // 2}
+    probe = Probe(streams, lambda name: _column(name, len(LENGTHS))[replies], set())
+    return PolicyLossInputs(logprobs, advantages, mask, replies, 0.2, 0.25, 3.0, probe)

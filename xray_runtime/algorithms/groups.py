@@ -40,7 +40,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: GroupBaseline) -
         return torch.zeros(size, dtype=torch.float64, device=x.device).index_add_(0, groups, x.double())
 
     n = total(scored)
-    deviation = torch.where(scored, r - (total(r) / n.clamp(min=1))[groups], 0.0)
+    deviation = torch.where(scored, r - group_means(rewards, groups), 0.0)
     # Rounding makes small differences of equal scores, which a division by their deviation would blow up.
     teaches = scored & ~tied_groups(rewards, groups)[groups]
     deviation = torch.where(teaches, deviation, 0.0)
@@ -50,6 +50,15 @@ def group_advantages(rewards: Tensor, groups: Tensor, baseline: GroupBaseline) -
         return deviation * (n / (n - 1).clamp(min=1))[groups]
     sigma = (total(deviation.square()) / (n - 1).clamp(min=1)).sqrt()[groups]
     return torch.where(teaches, deviation / sigma, 0.0)
+
+
+def group_means(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Each reply's mean of its group [B] float64, over replies with a score; 0 without any. Arguments as of
+    `group_advantages`."""
+    scored, size = ~rewards.isnan(), int(groups.max()) + 1 if len(groups) else 0
+    zeros = torch.zeros(size, dtype=torch.float64, device=rewards.device)
+    sums = zeros.index_add(0, groups, torch.where(scored, rewards, 0.0).double())
+    return (sums / zeros.index_add(0, groups, scored.double()).clamp(min=1))[groups]
 
 
 def tied_groups(rewards: Tensor, groups: Tensor) -> Tensor:

@@ -21,12 +21,20 @@ Level = Literal["token", "reply"]
 
 
 def importance_weights(
-    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, mode: Mode, cap: float, level: Level = "token"
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    mode: Mode,
+    cap: float,
+    level: Level = "token",
+    floor: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
     """Weights [B, T] and what they say of the mismatch. `level` "reply": w is the geometric mean over a reply.
+    Mode "mask" drops weights below `floor` too (IcePop, Ling team 2025, arXiv 2510.18855).
 
     Stats: `mean_abs_diff` and `max_abs_diff` of log-probabilities, `effective_sample_share` = (Σw)² / (n Σw²),
-    `capped_share` of tokens whose weight exceeded `cap`.
+    `capped_share` of tokens whose weight exceeded `cap` or, in mode "mask", fell below `floor`.
     """
     valid = mask.to(train_logprobs.dtype)
     diff = (train_logprobs - rollout_logprobs) * valid
@@ -39,13 +47,12 @@ def importance_weights(
         "mean_abs_diff": float(masked_mean(diff.abs(), valid)),
         "max_abs_diff": float(diff.abs().max()) if diff.numel() else 0.0,
         "effective_sample_share": float(raw.sum().square() / (count * raw.square().sum().clamp(min=1e-12))),
-        "capped_share": float((raw > cap).sum() / count),
+        "capped_share": float((_outside(raw, cap, floor if mode == "mask" else 0.0) * valid).sum() / count),
     }
-    return _bounded(raw, valid, mode, cap), stats
-
-
-def _bounded(raw: Tensor, valid: Tensor, mode: Mode, cap: float) -> Tensor:
-    """Weights of ratios; both are 0 where `valid` is 0."""
     if mode == "truncate":
-        return raw.clamp(max=cap)
-    return torch.where(raw > cap, 0.0, raw) if mode == "mask" else valid
+        return raw.clamp(max=cap), stats
+    return (torch.where(_outside(raw, cap, floor), 0.0, raw) if mode == "mask" else valid), stats
+
+
+def _outside(raw: Tensor, cap: float, floor: float) -> Tensor:
+    return (raw > cap) | (raw < floor)

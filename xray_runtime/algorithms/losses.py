@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
+from xray_runtime.algorithms.streams import COLUMN, StreamError, read
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
     """Response tokens of one micro-batch, [R] each; any common shape where `replies` is None.
 
-    A loss may couple the tokens of a reply, never those of two replies: how a minibatch is split must not matter.
+    A loss may couple the tokens of a reply, never those of two replies: how a minibatch is split must not matter. What
+    it reads of the properties is computed and sent, and nothing else: a loss that never reads `old_logprobs` costs no
+    scoring of the rollout by the policy.
     """
 
     logprobs: Tensor
     """With gradient."""
-    old_logprobs: Tensor
-    """The trainer's own, before the rollout's first update."""
     advantages: Tensor
     mask: Tensor
     """1 at tokens that the policy chose, 0 elsewhere."""
@@ -30,11 +31,72 @@ class PolicyLossInputs:
     clip_range: float
     clip_range_high: float
     dual_clip: float | None
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → values of what the properties read."""
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """The trainer's own, before the rollout's first update."""
+        return read(self.streams, "old_logprobs")
+
+    @property
+    def rollout_logprobs(self) -> Tensor:
+        """The generator's own, of the policy that sampled."""
+        return read(self.streams, "rollout_logprobs")
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """The reference's."""
+        return read(self.streams, "ref_logprobs")
+
+    @property
+    def versions(self) -> Tensor:
+        """int64: updates before the (oldest) policy that sampled the token's reply."""
+        return read(self.streams, "versions")
+
+    @property
+    def turns(self) -> Tensor:
+        """int64 from 0: which stretch of its reply, between what the policy only read, each token is of."""
+        return read(self.streams, "turns")
+
+    @property
+    def groups(self) -> Tensor:
+        """int64 from 0: which prompt of the rollout each token's reply answers."""
+        return read(self.streams, "groups")
+
+    @property
+    def teacher_logprobs(self) -> Tensor:
+        """A teacher's. Nothing provides them: raises ValueError; so do `topk_ids` and `topk_logprobs`."""
+        return read(self.streams, "teacher_logprobs")
+
+    @property
+    def topk_ids(self) -> Tensor:
+        """The sampler's likeliest tokens [R, k]."""
+        return read(self.streams, "topk_ids")
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """Their log-probabilities [R, k]."""
+        return read(self.streams, "topk_logprobs")
+
+    def column(self, name: str) -> Tensor:
+        """The numbers in a column of the dataset, each token its row's; NaN where the row has none."""
+        return read(self.streams, COLUMN + name)
 
     @property
     def log_ratio(self) -> Tensor:
         """log ρ = logp − old, bounded."""
         return clamp_log_ratio(self.logprobs - self.old_logprobs)
+
+    @property
+    def rollout_log_ratio(self) -> Tensor:
+        """log π/μ = logp − rollout, bounded."""
+        return clamp_log_ratio(self.logprobs - self.rollout_logprobs)
+
+    @property
+    def anchor(self) -> Tensor:
+        """`old_logprobs`, or where the policy did not score the rollout `rollout_logprobs`."""
+        return self.old_logprobs if "old_logprobs" in self.streams else self.rollout_logprobs
 
 
 @dataclass(frozen=True)
@@ -86,8 +148,12 @@ def _clipped_loss(tokens: PolicyLossInputs, log_ratio: Tensor) -> TokenLoss:
 
 
 def token_loss(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> TokenLoss:
-    """The loss of each token. Raises ValueError, with `name`, if `loss` does not return one number a token."""
-    answer = loss(tokens)
+    """The loss of each token. Raises ValueError, with `name`, if `loss` does not return one number a token, or
+    reads what is not there."""
+    try:
+        answer = loss(tokens)
+    except StreamError as error:
+        raise StreamError(f"loss: {name}: {error}") from None
     made = answer if isinstance(answer, TokenLoss) else TokenLoss(answer)
     if not isinstance(made.loss, Tensor) or made.loss.shape != tokens.logprobs.shape:
         shown = list(made.loss.shape) if isinstance(made.loss, Tensor) else type(made.loss).__name__
@@ -109,6 +175,7 @@ def policy_loss(
     clip_range_high: float | None = None,
     loss: PolicyLoss = ppo_loss,
     replies: Tensor | None = None,
+    streams: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A surrogate of the policy gradient, with ρ = exp(logp − old).
 
@@ -117,6 +184,7 @@ def policy_loss(
         weights: per-token importance weights of the trainer's old policy to the one that sampled, or None.
         clip_range_high: ε_high; None: ε.
         loss: of each token; a built-in of `POLICY_LOSSES`, or your own.
+        streams: what else the loss reads, by the names of `PolicyLossInputs`.
 
     Returns:
         (sum of the loss over valid tokens, `clip_sums`).
@@ -125,7 +193,8 @@ def policy_loss(
         ValueError: `loss` returned something else than one number a token.
     """
     high = clip_range if clip_range_high is None else clip_range_high
-    inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, mask, replies, clip_range, high, dual_clip)
+    given = {"old_logprobs": old_logprobs, **(streams or {})}
+    inputs = PolicyLossInputs(logprobs, advantages, mask, replies, clip_range, high, dual_clip, given)
     made = token_loss(loss, inputs, "it")
     total = made.loss if weights is None else made.loss * weights
     return (total * mask.to(logprobs.dtype)).sum(), clip_sums(inputs, made)
@@ -133,23 +202,26 @@ def policy_loss(
 
 @torch.no_grad()
 def clip_sums(tokens: PolicyLossInputs, made: TokenLoss) -> dict[str, Tensor]:
-    """Sums over valid tokens: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of old ‖ new)."""
+    """Sums over valid tokens: `clip_count`, `dual_clip_count`, `approx_kl_sum` (k3 of `anchor` ‖ new)."""
     valid = tokens.mask.to(tokens.logprobs.dtype)
     nothing = torch.zeros_like(tokens.mask, dtype=torch.bool)
     return {
         "clip_count": ((nothing if made.clipped is None else made.clipped) * valid).sum(),
         "dual_clip_count": ((nothing if made.dual_clipped is None else made.dual_clipped) * valid).sum(),
-        "approx_kl_sum": (kl_estimate(tokens.old_logprobs, tokens.logprobs, "k3") * valid).sum(),
+        "approx_kl_sum": (kl_estimate(tokens.anchor, tokens.logprobs, "k3") * valid).sum(),
     }
 
 
 def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
     """For each token of [R] the mean of `x` over the valid tokens of its reply (0 without any); `replies` [R] are
     indices from 0, `valid` [R] is 1 or 0."""
+    return reply_sums(x, replies, valid) / reply_sums(valid, replies, valid).clamp(min=1)
+
+
+def reply_sums(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
+    """As `reply_means`, the sums."""
     size = int(replies.max()) + 1 if len(replies) else 0
-    sums = x.new_zeros(size).index_add(0, replies, x * valid)
-    counts = x.new_zeros(size).index_add(0, replies, valid)
-    return (sums / counts.clamp(min=1))[replies]
+    return x.new_zeros(size).index_add(0, replies, x * valid)[replies]
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

@@ -136,13 +136,18 @@ class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
     old_logprobs: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "where the ratio is 1")
+    """Absent where nothing reads it; then `rollout_logprobs` is there. What follows is there where a loss reads it."""
+    rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
+    version: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "as of a rollout")
+    group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
     weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `returns`."""
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
-    """Only if the KL is in the loss."""
+    """Only if the KL is in the loss, or the loss reads it."""
     branches: Ragged[A] = _BRANCHES
 
 
@@ -207,9 +212,9 @@ class Scores(ColumnBatch[A]):
 
     def by_role(self: Scores, role: str) -> np.ndarray:
         """The scores [B] of a branch."""
-        found = self.others[role]
-        assert isinstance(found, np.ndarray)
-        return found
+        scores = self.others[role]
+        assert isinstance(scores, np.ndarray)
+        return scores
 
 
 KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
@@ -219,7 +224,7 @@ KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBat
 class StepTotals:
     """Counts over all micro-batches and ranks of an optimizer step, and values that all of them share.
 
-    A loss that is divided by a count that nobody gave is NaN, and engines skip such a step.
+    A loss divided by a missing count is NaN, and engines skip such a step.
     """
 
     tokens: float = math.nan

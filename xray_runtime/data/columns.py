@@ -40,7 +40,7 @@ LEDGER = (
     listed("prompt_ids", "[B, P]", "int32", _WRITER, _PAGES, "the prompt"),
     listed("reply_ids", "[B, R]", "int32", _WRITER, _PAGES, "`response_ids`"),
     listed("rollout_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
-    listed("logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
+    listed("logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent where the policy scores no rollout"),
     listed("ref_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),

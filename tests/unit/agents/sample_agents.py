@@ -174,3 +174,17 @@ def await_version() -> None:
     path = f"{os.environ['XRAY_TEST_VERSIONS']}/2"
     while not os.path.exists(path):
         time.sleep(0.02)
+
+
+def seven_of_eight_fail(task: dict[str, Any]) -> float:
+    """Of the first eight agents, all but the last find their page gone."""
+    ask([{"role": "user", "content": task["prompt"]}])
+    for number in range(1000):
+        try:
+            os.mkdir(f"{os.environ['XRAY_TEST_CLAIMED']}/{number}")
+        except FileExistsError:
+            continue
+        if number < 7:
+            raise OSError("the page is gone")
+        return float(number % 2)
+    raise AssertionError("too many agents")

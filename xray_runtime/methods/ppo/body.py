@@ -4,7 +4,7 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time; with
+    score     policy (where something reads it), reference, critic and reward model score the replies; with
               `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.algorithms.checking import check_advantages
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.cluster.protocols import ModelHandle, get
@@ -47,12 +46,13 @@ from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
 from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.curriculum import PromptOrder
-from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
+from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
+from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs, own_function, weight_function
-from xray_runtime.methods.ppo.rollouts import Rollouts
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs
+from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -61,7 +61,6 @@ from xray_runtime.rewards.reward_sources import RewardSources
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
@@ -90,6 +89,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             loop.order.record(*scored.rewards_by_prompt(loop.rewards.weights))
             with clock.phase("score"):
                 rewards, experience = loop.experience(scored)
+                probe = probe if loop.functions.scores_policy or config.lag else loop.mismatch(scored)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
             with clock.phase("generate"):
@@ -127,7 +127,7 @@ class _Loop:
     rollouts: Rollouts
     rewards: RewardSources
     scorer: RolloutScorer
-    estimator: AdvantageEstimator | None
+    functions: Functions
     updater: Updater
     kl: KLController
     moments: RunningMoments
@@ -151,7 +151,15 @@ class _Loop:
         # With a lag, the rollout's policy is not the trainer's: a probe is checked instead.
         limit = math.inf if config.lag else config.mismatch_limit(self.stage.runtime.device)
         given = scored.text, scored.rollout, scored.scores, rewards
-        return rewards, build_experience(config, *given, self.kl.coef, self.estimator, limit)
+        columns = self.prompts.columns(scored.rollout.prompt.tolist()) if self.functions.read_columns else {}
+        facts = RowFacts(columns, scored.sources.values, self.rewards.weights)
+        return rewards, build_experience(config, *given, self.kl.coef, self.functions, limit, facts)
+
+    def mismatch(self, scored: ScoredRollout) -> float:
+        """That of generator and trainer over a few rows, where the policy scored none. Raises as `check_mismatch`."""
+        found = self.scorer.mismatch(scored, num_probe_rows(self.stage))
+        check_mismatch(found, self.stage.config.mismatch_limit(self.stage.runtime.device))
+        return found
 
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
         """Gold score of each reply; None without `gold`."""
@@ -168,10 +176,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
     order = PromptOrder(config.curriculum, prompts, cursor, weight_function(stage))
-    estimator, kl = (
-        own_function(stage, "advantages", config.advantages, check_advantages),
-        make_kl_controller(config.kl),
-    )
+    functions, kl = Functions.of_stage(stage), make_kl_controller(config.kl)
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
@@ -181,7 +186,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs = model_specs(stage, rewards, limit)
+    specs = model_specs(stage, rewards, functions, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
@@ -203,8 +208,10 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=RolloutScorer(models, rewards, tokenizer, stops, prompts, is_own_reference(stage)),
-            estimator=estimator,
+            scorer=RolloutScorer(
+                models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy
+            ),
+            functions=functions,
             updater=Updater(stage, models, skipped),
             kl=kl,
             moments=moments,

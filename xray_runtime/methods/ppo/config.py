@@ -21,18 +21,24 @@ from xray_runtime.kernel.config.section import (
     ValidationSchedule,
 )
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
-from xray_runtime.methods.common.environment import AgentConfig, AnyEnvironment, check_turns
+from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
+from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
+from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
 
-PolicyLossName = Annotated[str, BuiltInOrFunction(("ppo", "gspo", "cispo"))]
+_PRESETS: Mapping[str, Preset] = {name: PRESETS.get(name) for name in PRESETS}
+_LOSSES = ("ppo", "gspo", "cispo", *(name for name, preset in _PRESETS.items() if preset.loss))
+_COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name, preset in _PRESETS.items() if preset.advantages))
+"""Estimators that compare the replies to one prompt."""
+PolicyLossName = Annotated[str, BuiltInOrFunction(_LOSSES)]
 FLOAT32_MISMATCH, BFLOAT16_MISMATCH = 1e-4, 0.05
-AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "grpo", "dr_grpo", "rloo", "reinforce++"))]
+AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", *_COMPARED))]
 
 
 class KLConfig(Section):
@@ -67,8 +73,7 @@ class PPOStageConfig(TrainingConfig):
     """One stage of policy-gradient training; each starts from the previous stage's checkpoint."""
 
     method: Method = "ppo"
-    """A published method: defaults for the fields below. `ppo`, `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
-    `reinforce++`, `reinforce++_baseline`; `docs/methods.md` has their papers and settings."""
+    """A published method: defaults for the fields below; `docs/methods.md` has their papers and settings."""
     lr: Positive = 3e-4
     iterations: Count = 20
     """Number of iterations, each a rollout and its updates."""
@@ -107,15 +112,16 @@ class PPOStageConfig(TrainingConfig):
     """A different upper bound, 1 + this (clip-higher); None: `clip_range`."""
     loss: PolicyLossName = "ppo"
     """`ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`: each token's
-    gradient, weighted by its ratio capped at 1 + `clip_range_high`. Or your own function of `PolicyLossInputs`."""
+    gradient, weighted by its ratio capped at 1 + `clip_range_high`; or that of a later method
+    (`docs/methods.md`). Or your own function of `PolicyLossInputs`."""
     loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
     """How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch; over tokens within
     each reply, then over replies; or as a sum divided by replies × `max_new_tokens` (with an environment its
     `max_tokens`), which does not depend on lengths."""
     advantages: AdvantagesName = "gae"
     """`gae` uses a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
-    `reinforce++` sums the future rewards. Or your own function of `AdvantageInputs`, without a critic unless `critic`
-    is set."""
+    `reinforce++` sums the future rewards; `max_rl` and `gdpo` are those of the methods. Or your own function of
+    `AdvantageInputs`, without a critic unless `critic` is set."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on the loss where the advantage is negative (Ye et al. 2020); None: off."""
     value_clip_range: Positive = 0.2
@@ -156,9 +162,12 @@ class PPOStageConfig(TrainingConfig):
     """Training engine of a separate critic; None: like the policy's."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
-    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the
-    difference."""
+    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it or below
+    `importance_floor`, `none` ignores the difference. It must be `none` where the loss reads `rollout_logprobs` instead
+    of `old_logprobs`, which corrects by itself."""
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
+    importance_floor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """With `mask`: tokens with a smaller weight are dropped."""
     importance_level: Literal["token", "reply"] = "token"
     """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
     max_mismatch: Positive | None = None
@@ -215,7 +224,7 @@ class PPOStageConfig(TrainingConfig):
                 f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt = "
                 f"{self.rollout_size}"
             )
-        if self.advantages in ("grpo", "dr_grpo", "rloo") and self.samples_per_prompt < 2:
+        if self.advantages in _COMPARED and self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt} must be at least 2 with advantages = "
                 f"{self.advantages!r}: replies to one prompt are compared"
@@ -243,13 +252,11 @@ class PPOStageConfig(TrainingConfig):
                 f"resample_rounds = {self.resample_rounds} must be 0 with lag = {self.lag}: the generator already "
                 "samples the next rollout"
             )
-        if self.lag and self.importance_correction == "none":
-            raise ValueError(
-                f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {self.lag}: replies come from "
-                "the policy before an update"
-            )
+        if not is_function(self.loss):
+            check_correction(self, self.loss in _PRESETS and _PRESETS[self.loss].anchored)
+        check_sources(self)
         check_order(self.curriculum, self.samples_per_prompt, in_flight=self.in_flight_updates)
-        self._check_environment()
+        check_environment(self)
         if self.critic_engine is not None:
             if self.critic_in_use != "separate":
                 raise ValueError("critic_engine must be left out unless critic is 'separate'")
@@ -257,26 +264,8 @@ class PPOStageConfig(TrainingConfig):
             check_trained_part(self.lora, self.trainable_layers, self.critic_engine, "critic_engine")
         return self
 
-    def _check_environment(self) -> None:
-        environment = self.environment
-        if self.in_flight_updates and not self.lag:
-            raise ValueError(
-                "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
-                "of an older policy"
-            )
-        if self.in_flight_updates and not isinstance(environment, AgentConfig):
-            raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
-        if environment is None:
-            return
-        check_turns(environment, self.max_new_tokens, self.stop)
-        needed: dict[str, tuple[object, str]] = {
-            "overlong_buffer": (None, "it limits the length of a single reply"),
-            "reward_scaling": ("none", "rewards of single turns are not scaled"),
-            "reward_clip": (None, "rewards of single turns are not clipped"),
-        }
-        for field, (allowed, why) in needed.items():
-            if getattr(self, field) != allowed:
-                raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
+    def plugs(self) -> tuple[str, ...]:
+        return tuple(sorted({PRESETS.module(name) for name in (self.loss, self.advantages) if name in _PRESETS}))
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""

@@ -8,22 +8,25 @@ Shapes: B replies, T response tokens of the longest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
-from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
+from xray_runtime.algorithms.estimators import AdvantageInputs, estimate
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
+from xray_runtime.algorithms.streams import COLUMN
 from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.methods.ppo.functions import Functions, RowFacts
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
@@ -54,16 +57,18 @@ def build_experience(
     scores: Scores,
     rewards: Tensor,
     kl_coef: float,
-    estimator: AdvantageEstimator | None = None,
+    functions: Functions | None = None,
     max_mismatch: float = math.inf,
+    facts: RowFacts | None = None,
 ) -> Experience:
     """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
 
     Args:
         rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
         kl_coef: weight of the per-token penalty.
-        estimator: the user's function; None: the built-in that `config.advantages` names.
+        functions: the loss and the advantages; None: the built-ins that `config` names.
         max_mismatch: of generator and trainer, see `check_mismatch`.
+        facts: what functions may read of the rows beside their columns.
 
     Raises:
         RuntimeError: the generator does not compute the policy.
@@ -72,38 +77,79 @@ def build_experience(
     """
     if rewards.isinf().any():
         raise NonFiniteError(f"{int(rewards.isinf().sum())} of {len(rewards)} rewards are infinite")
-    groups = torch.arange(len(rewards)) // config.samples_per_prompt
+    functions, facts = functions or Functions.of(config), facts or RowFacts()
     scored = torch.nonzero(~rewards.isnan()).squeeze(-1)
+    groups = torch.unique(scored // config.samples_per_prompt, return_inverse=True)[1]
     if len(scored) < len(rewards):
-        rewards, groups = rewards[scored], torch.unique(groups[scored], return_inverse=True)[1]
-        kept = scored.numpy()
+        rewards, kept = rewards[scored], scored.numpy()
         text, rollout, scores = text.take(kept), rollout.take(kept), scores.take(kept)
+    if not functions.scores_policy:
+        scores = scores.with_columns(logprobs=rollout.rollout_logprobs)
     ended, mask, has_critic = torch.tensor(rollout.ended), _mask(rollout), config.critic_in_use != "none"
     rewards, bootstrap = _final_rewards(config, rewards, ended, mask, scores)
     inputs = _advantage_inputs(config, text, rollout, scores, rewards, bootstrap, groups, kl_coef)
-    advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
-    if config.whiten_advantages:
-        advantages = whiten(advantages, mask)
-    logprobs, sampled = _dense(scores.logprobs), _dense(rollout.rollout_logprobs)
-    mode, cap, level = config.importance_correction, config.importance_cap, config.importance_level
-    weights, mismatch = importance_weights(logprobs, sampled, mask, mode=mode, cap=cap, level=level)
+    lowered = ended if config.truncated == "lowest" else None
+    streams = _streams(rollout, scores, inputs) | facts.streams(functions.reads, scored, lowered)
+    inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
+    advantages, returns = estimate(functions.advantages, inputs, config.advantages)
+    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
+    weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
-        old_logprobs=scores.logprobs,
+        old_logprobs=scores.logprobs if functions.scores_policy else None,
         advantages=_ragged(advantages, rollout.rollout_logprobs),
         weights=_ragged(weights, rollout.rollout_logprobs),
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
-        ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
+        **_read_by_loss(config, functions, rollout, scores, streams),
         **rollout.pick("response_mask", "branches"),
     )
-    wrong = rows.non_finite()
-    if wrong is not None:
+    if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    check_mismatch(mismatch["mean_abs_diff"], max_mismatch)
-    kl = kl_summary(logprobs, _dense(scores.ref_logprobs), mask)
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _policy_metrics(kl, mismatch)
+    kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
+    metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
     return Experience(rows, int(mask.sum()), kl["k1"], metrics)
+
+
+def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+    mode, level = config.importance_correction, config.importance_level
+    bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
+    logprobs, sampled = _dense(scores.logprobs), _dense(rollout.rollout_logprobs)
+    return importance_weights(logprobs, sampled, mask, mode=mode, level=level, **bounds)
+
+
+def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[str, Tensor]:
+    """Name → what functions may read of a rollout's columns."""
+    mask = inputs.mask
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return {
+        "old_logprobs": _dense(scores.logprobs),
+        "rollout_logprobs": _dense(rollout.rollout_logprobs),
+        "ref_logprobs": _dense(scores.ref_logprobs),
+        "versions": torch.from_numpy(rollout.version),
+        "turns": (starts.cumsum(-1) - 1).clamp(min=0),
+        "groups": inputs.groups,
+    }
+
+
+def _read_by_loss(
+    config: PPOStageConfig, functions: Functions, rollout: Rollout, scores: Scores, streams: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The columns of the update that only its loss reads."""
+    like, read = rollout.rollout_logprobs, functions.loss_reads
+    found: dict[str, Any] = {name: streams[name].numpy() for name in read if name.startswith(COLUMN)}
+    if "rollout_logprobs" in read or not functions.scores_policy:
+        found["rollout_logprobs"] = like
+    if "ref_logprobs" in read or config.kl.place == "loss":
+        found["ref_logprobs"] = scores.ref_logprobs
+    if "turns" in read:
+        found["turns"] = Ragged(streams["turns"][torch.from_numpy(like.mask())].numpy(), like.offsets)
+    if "versions" in read:
+        found["version"] = rollout.version
+    if "groups" in read:
+        found["group"] = streams["groups"].numpy()
+    return found
 
 
 def check_mismatch(mismatch: float, limit: float) -> None:
@@ -147,12 +193,15 @@ def _experience_metrics(
     return metrics
 
 
-def _policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
-    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
-    of `importance_weights`."""
+def _kl_metrics(kl: dict[str, float]) -> dict[str, float]:
+    """Metrics of `kl_summary` to the reference, of the policy before the update."""
+    return {"kl/reference_k1": kl["k1"], "kl/reference_k3": kl["k3"]}
+
+
+def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:
+    """Metrics of the second result of `importance_weights`. Raises as `check_mismatch`."""
+    check_mismatch(mismatch["mean_abs_diff"], limit)
     return {
-        "kl/reference_k1": kl["k1"],
-        "kl/reference_k3": kl["k3"],
         "rollout/mismatch": mismatch["mean_abs_diff"],
         "rollout/mismatch_max": mismatch["max_abs_diff"],
         "rollout/effective_sample_share": mismatch["effective_sample_share"],

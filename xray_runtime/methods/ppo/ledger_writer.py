@@ -130,7 +130,7 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                "logprobs": lists(scored.scores.logprobs, pa.float32()),
+                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
                 "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
                 **_turns(rollout),
                 **_scores(scored.sources),

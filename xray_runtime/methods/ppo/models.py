@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xray_runtime.algorithms.checking import check_loss
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec, scored_together
-from xray_runtime.data.gold import import_function
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
 from xray_runtime.methods.common.training.trained_model import trained_model
@@ -23,13 +19,15 @@ from xray_runtime.rewards.reward_sources import RewardSources
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.ppo.config import PPOConfig
-    from xray_runtime.methods.ppo.curriculum import WeightFunction
+    from xray_runtime.methods.ppo.functions import Functions
     from xray_runtime.methods.ppo.kind import PPOInputs
 
 Specs = dict[str, ModelSpec | GeneratorSpec]
 
 
-def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_prompt: int) -> Specs:
+def model_specs(
+    stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, functions: Functions, max_prompt: int
+) -> Specs:
     """Role → what to open; prompts have at most `max_prompt` tokens."""
     config, policy = stage.config, stage.inputs.policy.path
     reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
@@ -45,7 +43,7 @@ def model_specs(stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_
             specs[name] = trained_model(
                 stage,
                 policy,
-                PPOObjective(config, own_function(stage, "loss", config.loss, partial(check_loss, gradient=False))),
+                PPOObjective(config, functions.loss if is_function(config.loss) else None),
                 role=name,
                 training_at_once=trained_at_once,
                 new_head=shared_critic,
@@ -81,18 +79,3 @@ def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     """Whether the reference is the policy with its adapters off."""
     policy, reference = stage.inputs.policy, stage.inputs.reference
     return stage.config.lora is not None and (reference is None or reference.path == policy.path)
-
-
-def weight_function(stage: Stage[PPOConfig, PPOInputs]) -> WeightFunction | None:
-    """The user's function of a curriculum."""
-    curriculum = stage.config.curriculum
-    return None if curriculum is None else own_function(stage, "curriculum.by", curriculum.by, lambda *_: None)
-
-
-def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function `name` of a config field, checked; None if it is a built-in."""
-    if not is_function(name):
-        return None
-    function = stage.functions.get(name) or import_function(name, field)
-    check(function, name)
-    return function

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.losses import (
-    POLICY_LOSSES,
     PolicyLoss,
     PolicyLossInputs,
     clip_sums,
@@ -21,6 +20,7 @@ from xray_runtime.algorithms.losses import (
 )
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.ppo.functions import built_in_loss
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
     Component,
@@ -39,6 +39,10 @@ from xray_runtime.models.sequence_parallel import States
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
+
+
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+"""Columns of single tokens that a policy loss may read."""
 
 
 class PolicyForward(Forward[PolicyBatch[Tensor]]):
@@ -81,6 +85,22 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
     @cached_property
+    def streams(self) -> dict[str, Tensor]:
+        """Name → values [R] of all that was sent and the policy's loss may read."""
+        rows = self.rows
+        by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
+        by_row = {"versions": rows.version} if "version" in rows else {}
+        by_row |= {"groups": rows.group} if "group" in rows else {}
+        by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
+        return by_token | {name: values[self.replies] for name, values in by_row.items()}
+
+    @property
+    def anchor(self) -> Tensor:
+        """Log-probabilities where the ratio is 1: the policy's before the update, or if it was not scored then those of
+        the policy that sampled."""
+        return (self.rows.old_logprobs if "old_logprobs" in self.rows else self.rows.rollout_logprobs).values
+
+    @cached_property
     def share(self) -> Tensor:
         """Weight of each token in the policy's means: `mask`, or with `loss_mean: replies` divided by its reply's
         tokens."""
@@ -115,15 +135,15 @@ class PolicyGradient(PolicyComponent):
         high = config.clip_range if config.clip_range_high is None else config.clip_range_high
         inputs = PolicyLossInputs(
             forward.logprobs,
-            rows.old_logprobs.values,
             rows.advantages.values,
             mask,
             forward.replies,
             config.clip_range,
             high,
             config.dual_clip,
+            forward.streams,
         )
-        made = token_loss(self.own or POLICY_LOSSES[config.loss], inputs, "it")
+        made = token_loss(self.own or built_in_loss(config.loss), inputs, config.loss)
         return Terms(made.loss, rows.weights.values * forward.share * mask, clip_sums(inputs, made))
 
 
@@ -148,7 +168,7 @@ class KLToReference(PolicyComponent):
 
     def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
         rows = forward.rows
-        given = forward.logprobs, rows.old_logprobs.values, rows.ref_logprobs.values
+        given = forward.logprobs, forward.anchor, rows.ref_logprobs.values
         return Terms(kl_loss(*given, self.config.kl.estimator), forward.share)
 
 

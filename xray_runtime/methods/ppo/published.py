@@ -10,47 +10,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Method = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline"]
+from xray_runtime.methods.ppo.preset import GROUPS, NO_KL, PRESETS
 
-_NO_KL: dict[str, Any] = {"controller": "fixed", "coef": 0.0}
-_GROUPS: dict[str, Any] = {
-    "advantages": "grpo",
-    "samples_per_prompt": 8,
-    "epochs": 1,
-    "dual_clip": None,
-    "whiten_advantages": False,
-}
+Method = Literal[
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce++",
+    "reinforce++_baseline",
+    "dppo_tv",
+    "dppo_kl",
+    "drpo",
+    "gdpo",
+    "gmpo",
+    "icepop",
+    "luspo",
+    "max_rl",
+    "prime_rl",
+    "sapo",
+    "vespo",
+]
+"""From `dppo_tv` on, each is a file in `presets/`."""
 
 METHODS: Mapping[str, dict[str, Any]] = {
     # Schulman et al. 2017 with a critic and a KL penalty in the reward, as Ziegler et al. 2019 and trlX have it.
     "ppo": {},
     # Shao et al. 2024, DeepSeekMath: scores standardized within a group, loss averaged per reply, KL in the loss.
     # Deviation: the KL term is multiplied by ρ; without it, k3 would have the gradient of the reverse KL.
-    "grpo": _GROUPS
+    "grpo": GROUPS
     | {"loss_mean": "replies", "kl": {"controller": "fixed", "coef": 0.04, "place": "loss", "estimator": "k3"}},
     # Liu et al. 2025, "Understanding R1-Zero-like training": no division by deviation or length.
-    "dr_grpo": _GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": _NO_KL},
+    "dr_grpo": GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": NO_KL},
     # Yu et al. 2025: clip-higher, token-level mean, soft punishment of overlong replies, no KL, dynamic sampling.
     # Deviation: groups that still tie after two rounds stay and contribute nothing.
-    "dapo": _GROUPS | {"clip_range_high": 0.28, "resample_rounds": 2, "kl": _NO_KL},
+    "dapo": GROUPS | {"clip_range_high": 0.28, "resample_rounds": 2, "kl": NO_KL},
     # Zheng et al. 2025: the ratio of a whole reply, with a clip range of a few thousandths.
-    "gspo": _GROUPS
+    "gspo": GROUPS
     | {
         "loss": "gspo",
         "clip_range": 3e-4,
         "clip_range_high": 4e-4,
         "loss_mean": "replies",
         "importance_level": "reply",
-        "kl": _NO_KL,
+        "kl": NO_KL,
     },
     # MiniMax 2025 (M1): clips the importance weight, so every token keeps its gradient.
-    "cispo": _GROUPS | {"loss": "cispo", "clip_range_high": 4.0, "kl": _NO_KL},
+    "cispo": GROUPS | {"loss": "cispo", "clip_range_high": 4.0, "kl": NO_KL},
     # Ahmadian et al. 2024, "Back to basics": leave-one-out baseline, KL of the whole reply in the reward. A reply is
     # one action, so its token losses are summed (here divided by max_new_tokens), not averaged.
-    "rloo": _GROUPS
+    "rloo": GROUPS
     | {"advantages": "rloo", "samples_per_prompt": 4, "loss_mean": "fixed", "kl": {"controller": "fixed"}},
     # Hu 2025: no critic and no groups; a token's advantage is its return, whitened over the rollout.
-    "reinforce++": _GROUPS
+    "reinforce++": GROUPS
     | {
         "advantages": "reinforce++",
         "samples_per_prompt": 1,
@@ -58,13 +73,13 @@ METHODS: Mapping[str, dict[str, Any]] = {
         "kl": {"controller": "fixed", "coef": 0.01},
     },
     # Hu 2025: subtracts the group's mean first; KL (k2) in the loss.
-    "reinforce++_baseline": _GROUPS
+    "reinforce++_baseline": GROUPS
     | {
         "advantages": "dr_grpo",
         "whiten_advantages": True,
         "kl": {"controller": "fixed", "coef": 0.01, "place": "loss", "estimator": "k2"},
     },
-}
+} | {name: dict(PRESETS.get(name).fields) for name in PRESETS}
 
 
 OVERLONG_SHARE: Mapping[str, float] = {"dapo": 0.2}

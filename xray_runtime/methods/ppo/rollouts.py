@@ -44,6 +44,11 @@ PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Number and length of a probe's replies. Small, since training and sampling wait for it."""
 
 
+def num_probe_rows(stage: Stage[PPOConfig, PPOInputs]) -> int:
+    """Rows of a comparison of generator and trainer, so that every replica and rank has one."""
+    return max(PROBE_ROWS, stage.config.engine.data_parallel, stage.runtime.generator_replicas)
+
+
 @dataclass(frozen=True)
 class PendingRollout:
     version: int
@@ -135,8 +140,7 @@ class Rollouts:
         cannot be compared: when it arrives, the policy has changed. `turn`: the generator's, where they share GPUs.
         Raises RuntimeError as `check_mismatch`.
         """
-        ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
-        num_rows = max(PROBE_ROWS, *ranks)
+        num_rows = num_probe_rows(self._stage)
         prompts = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
         with turn or nullcontext():

@@ -18,6 +18,10 @@ DELAYS = "XRAY_TEST_DELAYS"
 """The greatest pause before an answer, in seconds."""
 
 
+CLAIMED = "XRAY_TEST_CLAIMED"
+"""In the environment: a directory where episodes are counted."""
+
+
 class ThreeTurns:
     """Gives 0, 0.5 and 1 for the first three replies, and a nod between them."""
 
@@ -79,3 +83,28 @@ class HasTools(Clock):
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:  # type: ignore[override]
         super().reset(task, seed)
         return Start(tools=[{"type": "function", "function": {"name": "look"}}])
+
+
+class SevenOfEightFail(ThreeTurns):
+    """Of the first eight episodes, all but the last break at the second reply."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> None:
+        super().reset(task, seed)
+        self.number = claimed_number()
+
+    def step(self, reply: str) -> Step:
+        if self.replies == 1 and self.number < 7:
+            raise OSError("the server is gone")
+        return super().step(reply)
+
+
+def claimed_number() -> int:
+    """How many calls there were before, in any process of the test."""
+    directory = Path(os.environ[CLAIMED])
+    for number in range(1000):
+        try:
+            (directory / str(number)).mkdir()
+        except FileExistsError:
+            continue
+        return number
+    raise AssertionError("too many calls")

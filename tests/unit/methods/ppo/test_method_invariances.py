@@ -20,6 +20,7 @@ from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.experience import build_experience
+from xray_runtime.methods.ppo.functions import RowFacts
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.methods.ppo.published import METHODS
 from xray_runtime.models.heads import HeadedLM
@@ -33,6 +34,11 @@ REPLIES = [[42, 11, 1], [3, 1], [25, 60, 61, 1], [7, 1], [9, 9, 1], [80, 81, 82,
 PROMPTS = [[5, 9, 7]] * 4 + [[8, 100]] * 4
 REWARDS = [1.0, 0.25, -0.5, 0.75, 0.0, 2.0, -1.0, 0.5]
 GROUPED = [name for name, settings in METHODS.items() if settings.get("advantages") in ("grpo", "dr_grpo", "rloo")]
+"""Not `max_rl`, which divides by a group's mean, nor `gdpo`, which forbids the settings of these tests."""
+
+
+def of_one_source(rewards: Tensor) -> RowFacts:
+    return RowFacts(sources={"rewards": rewards}, weights={"rewards": 1.0})
 
 
 class Setting:
@@ -69,7 +75,7 @@ class Setting:
         """(what the update reads, its tokens) of the replies in this order."""
         parts = (taken(part, list(order)) for part in self.rollout())
         scaled = torch.tensor([rewards[i] for i in order])
-        found = build_experience(self.config, *typed(*parts), scaled, KL_COEF)
+        found = build_experience(self.config, *typed(*parts), scaled, KL_COEF, facts=of_one_source(scaled))
         return found.rows, found.num_tokens
 
     def gradient(self, rows: PolicyBatch, totals: StepTotals, parts: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -134,15 +140,18 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     setting = Setting(make_lm, method)
     rows, rollout, scores = setting.rollout()
     rollout["ended"] = np.zeros(8, bool)
-    made = build_experience(setting.config, *typed(rows, rollout, scores), torch.tensor(REWARDS), KL_COEF)
+    rewards = torch.tensor(REWARDS)
+    facts = of_one_source(rewards)
+    made = build_experience(setting.config, *typed(rows, rollout, scores), rewards, KL_COEF, facts=facts)
     totals = StepTotals(tokens=float(made.num_tokens), rows=8.0, kl_coef=KL_COEF)
     assert setting.gradient(made.rows, totals).isfinite().all()
 
 
 @pytest.mark.parametrize("reward", [0.0, 100.3])
-@pytest.mark.parametrize("method", [*GROUPED, "reinforce++"])
+@pytest.mark.parametrize("method", [*(m for m in GROUPED if m != "prime_rl"), "reinforce++"])
 def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: str, reward: float) -> None:
-    """Without the KL and the bonus for entropy, which pull in any case, the gradient is exactly zero."""
+    """Without the KL and the bonus for entropy, which pull in any case, the gradient is exactly zero; prime-rl's loss
+    has such a term of its own."""
     without_kl = {"controller": "fixed", "coef": 0.0, "place": "loss", "estimator": "k3"}
     plain = {"truncated": "penalize", "truncation_penalty": 0.0, "overlong_buffer": None}
     setting = Setting(make_lm, method, kl=without_kl, entropy_coef=0.0, **plain)

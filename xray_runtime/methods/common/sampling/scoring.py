@@ -41,13 +41,13 @@ def own_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     rows = list(zip(ids, rollout.response_mask, strict=True))
     if "branches" not in rollout:
         return [own_text(tokenizer, *row) for row in rows]
-    found = []
+    texts = []
     for (reply, mask), branches in zip(rows, rollout.branches, strict=True):
         # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
         ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
         parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
-        found.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
-    return found
+        texts.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
+    return texts
 
 
 def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
@@ -131,7 +131,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
 
     def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
         every = list(chain(*columns))
-        return [every[place] for place in places]
+        return [every[index] for index in places]
 
     return ScoredRollout(
         batched([part.rollout for part in parts]),
@@ -155,6 +155,7 @@ class RolloutScorer:
     Args:
         stops: tokens that end a reply.
         own_reference: the reference is the policy with its adapters off.
+        scores_policy: the policy scores each rollout too.
     """
 
     def __init__(
@@ -165,10 +166,11 @@ class RolloutScorer:
         stops: tuple[int, ...],
         prompts: UniquePrompts,
         own_reference: bool = False,
+        scores_policy: bool = True,
     ) -> None:
         self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
-        self._own_reference = own_reference
+        self._own_reference, self._scores_policy = own_reference, scores_policy
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -192,12 +194,12 @@ class RolloutScorer:
 
         @cache
         def outputs() -> Scores:
-            found = Scores()
+            scores = Scores()
             for answer in get_all(calls):
-                found = found.with_columns(**merged(answer).columns())
+                scores = scores.with_columns(**merged(answer).columns())
             for answer in get_all(again):
-                found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
-            return found
+                scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
+            return scores
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, read),
@@ -212,10 +214,22 @@ class RolloutScorer:
         lengths = reasoning_lengths(self._tokenizer, rollout)
         return ScoredRollout(rollout, text, replies, outputs(), sources, lengths)
 
+    def mismatch(self, scored: ScoredRollout, count: int) -> float:
+        """Mean |log-probability difference| between generator and policy, in nats per token, over `count` rows that are
+        spread over the rollout."""
+        places = np.unique(np.linspace(0, len(scored.replies) - 1, count).round().astype(int))
+        rollout = scored.rollout.take(places)
+        rows, merged = split_branches(scored.text.take(places), rollout.branches if "branches" in rollout else None)
+        (answer,) = get_all([self._models["policy"].score.remote(rows)])
+        difference = np.abs(merged(answer).logprobs.values - rollout.rollout_logprobs.values)
+        return float((difference[rollout.response_mask.values] if rollout.are_episodes else difference).mean())
+
     def _inputs(self, rows: TextBatch, whole: TextBatch) -> dict[str, TextBatch]:
         """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
         models = self._models
         inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
+        if not self._scores_policy:
+            del inputs["policy"]
         if self._rewards.branches:
             added_ends = rows.input_ids.lengths < whole.input_ids.lengths
             inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)

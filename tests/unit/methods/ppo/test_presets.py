@@ -1,0 +1,223 @@
+"""Each preset against numbers worked out by hand, in float64, and what it declares against what it does."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from xray_runtime.algorithms.checking import advantage_reads, check_advantages, check_loss, loss_reads
+from xray_runtime.algorithms.estimators import AdvantageInputs
+from xray_runtime.algorithms.importance import importance_weights
+from xray_runtime.algorithms.losses import PolicyLossInputs, token_loss
+from xray_runtime.algorithms.trust_regions import binary_kl
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.functions import Functions
+from xray_runtime.methods.ppo.preset import PRESETS
+from xray_runtime.methods.ppo.published import METHODS, Method
+
+LOSSES = [name for name in PRESETS if PRESETS.get(name).loss]
+ESTIMATORS = [name for name in PRESETS if PRESETS.get(name).advantages]
+SMOOTH = ["drpo", "gmpo", "sapo"]
+"""Without a gradient that is stopped on purpose."""
+
+
+def number(value: float) -> Any:
+    return pytest.approx(value, abs=1e-7)
+
+
+def of_tokens(
+    name: str, new: list[float], old: list[float], advantages: list[float], replies: list[int] | None = None
+) -> tuple[list[float], list[float]]:
+    """(loss of each token, gradient of their sum to each log-probability) at these probabilities; `old` are the
+    sampler's, and the trainer's before the update."""
+    config = PPOStageConfig(**PRESETS.get(name).fields)  # type: ignore[arg-type]
+    logprobs = torch.tensor(new, dtype=torch.float64).log().requires_grad_()
+    before = torch.tensor(old, dtype=torch.float64).log()
+    high = config.clip_range if config.clip_range_high is None else config.clip_range_high
+    tokens = PolicyLossInputs(
+        logprobs,
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.ones(len(new), dtype=torch.float64),
+        torch.tensor(replies or range(len(new))),
+        config.clip_range,
+        high,
+        config.dual_clip,
+        {"old_logprobs": before, "rollout_logprobs": before},
+    )
+    loss = PRESETS.get(name).loss
+    assert loss is not None
+    made = token_loss(loss, tokens, name).loss
+    (gradient,) = torch.autograd.grad(made.sum(), logprobs)
+    return made.tolist(), gradient.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "old", "advantage", "loss", "gradient"),
+    [
+        # π − μ = .25 > .15, and A would raise it further: dropped. Back towards μ, it is kept: ρ = 1.5.
+        ("dppo_tv", 0.75, 0.5, 1.0, 0.0, 0.0),
+        ("dppo_tv", 0.75, 0.5, -1.0, 1.5 * math.log(0.75), 1.5),
+        ("dppo_tv", 0.25, 0.5, -1.0, 0.0, 0.0),
+        # A rare token may grow threefold; ρ = 50 counts as 20.
+        ("dppo_tv", 0.03, 0.01, 1.0, -3 * math.log(0.03), -3.0),
+        ("dppo_tv", 0.5, 0.01, -1.0, 20 * math.log(0.5), 20.0),
+        # D = .1438410 > .05; .5 ln(.5/.55) + .5 ln(.5/.45) = .0050252 is not.
+        ("dppo_kl", 0.75, 0.5, 1.0, 0.0, 0.0),
+        ("dppo_kl", 0.75, 0.5, -1.0, 1.5 * math.log(0.75), 1.5),
+        ("dppo_kl", 0.55, 0.5, 1.0, -1.1 * math.log(0.55), -1.1),
+        # ln 1.5 = .4054651, its square .1644020; ln 1.8 = .5877867, its square .3454932; twice that times τ is added.
+        ("prime_rl", 0.75, 0.5, 1.0, -1.5 * math.log(0.75) + 0.1644020e-3, -1.5 + 0.8109302e-3),
+        ("prime_rl", 0.9, 0.5, 1.0, 0.3454932e-3, 1.1755733e-3),
+        ("prime_rl", 0.9, 0.5, -1.0, 0.3454932e-3, 1.1755733e-3),
+        # −1.5 + .5 · .5² / 25 = −1.495; ρ (−A + |A| (π − μ) / δ) = 1.5 (−1 + .25 / 12.5) = −1.47.
+        ("drpo", 0.75, 0.5, 1.0, -1.495, -1.47),
+        ("drpo", 0.25, 0.5, -1.0, 0.505, 0.49),
+        # 4 σ(0) = 2 with slope 4 · ¼; 4 σ(1) = 2.9242343 with slope 4 · .1966119 · 2; (4 / 1.05) σ(0) = 1.9047619.
+        ("sapo", 0.5, 0.5, 1.0, -2.0, -1.0),
+        ("sapo", 0.8, 0.4, 1.0, -2.9242343, -1.5728955),
+        ("sapo", 0.5, 0.5, -1.0, 1.9047619, 1.0),
+        # One token: W = 1.5, φ = 1.5² e^{3 (1 − 1.5)} = 2.25 · .2231302 = .5020429; A < 0: 3.375 e^{−1} = 1.2415931.
+        ("vespo", 0.75, 0.5, 1.0, -0.5020429 * math.log(0.75), -0.5020429),
+        ("vespo", 0.75, 0.5, -1.0, 1.2415931 * math.log(0.75), 1.2415931),
+    ],
+)
+def test_the_loss_of_a_token(name: str, new: float, old: float, advantage: float, loss: float, gradient: float) -> None:
+    found = of_tokens(name, [new], [old], [advantage])
+    assert found == ([number(loss)], [number(gradient)])
+
+
+def test_drpo_has_no_gradient_at_its_boundary() -> None:
+    """π − μ = δ = .25."""
+    loss = PRESETS.get("drpo").loss
+    assert loss is not None
+    logprobs = torch.tensor([math.log(0.75)], dtype=torch.float64, requires_grad=True)
+    given = torch.ones(1, dtype=torch.float64)
+    streams = {"rollout_logprobs": torch.tensor([math.log(0.5)], dtype=torch.float64)}
+    made = loss(PolicyLossInputs(logprobs, given, given, torch.tensor([0]), 0.2, 0.25, None, streams))
+    assert isinstance(made, Tensor)
+    assert torch.autograd.grad(made.sum(), logprobs)[0].item() == number(0.0)
+
+
+def from_ratios(ratios: list[float]) -> tuple[list[float], list[float]]:
+    """(new, old) probabilities with these log-ratios."""
+    return [0.3 * math.exp(r) for r in ratios], [0.3] * len(ratios)
+
+
+def test_gmpo_of_a_reply() -> None:
+    # A > 0: log-ratios .1, −.2 and .6, cut to .4: mean .1. The cut one has no gradient; the others −e^{.1} · 3 / 3.
+    losses, gradient = of_tokens("gmpo", *from_ratios([0.1, -0.2, 0.6]), [1.0] * 3, [0, 0, 0])
+    assert losses == [number(-1.1051709)] * 3
+    assert gradient == [number(-1.1051709), number(-1.1051709), number(0.0)]
+    # A < 0: .1, −.2 and −.6, cut to −.4: mean −.1666667.
+    losses, gradient = of_tokens("gmpo", *from_ratios([0.1, -0.2, -0.6]), [-1.0] * 3, [0, 0, 0])
+    assert (losses, gradient[2]) == ([number(0.8464817)] * 3, number(0.0))
+
+
+def test_vespo_of_a_reply() -> None:
+    # ln W = .3, W = 1.3498588: φ = e^{.6 + 3 (1 − 1.3498588)} = e^{−.4495764} = .6378981; the other reply is by itself.
+    _, gradient = of_tokens("vespo", *from_ratios([0.1, -0.2, 0.4, 0.0]), [1.0] * 4, [0, 0, 0, 1])
+    assert gradient == [number(-0.6378983)] * 3 + [number(-1.0)]
+
+
+def test_luspo_counts_a_reply_once_for_each_token() -> None:
+    fields = PRESETS.get("luspo").fields
+    assert (fields["loss"], fields["loss_mean"]) == ("gspo", "fixed")  # Σ over tokens of what a reply's tokens share
+
+
+def test_icepop_drops_on_both_sides() -> None:
+    train = torch.tensor([[1.0, 3.0, 0.5, 100.0, 0.4]], dtype=torch.float64).log()
+    fields = PRESETS.get("icepop").fields
+    found, stats = importance_weights(
+        train,
+        torch.zeros_like(train),
+        torch.ones_like(train),
+        mode=fields["importance_correction"],
+        cap=fields["importance_cap"],
+        floor=fields["importance_floor"] - 1e-12,
+    )
+    torch.testing.assert_close(found, torch.tensor([[1.0, 3.0, 0.5, 0.0, 0.0]], dtype=torch.float64))
+    assert stats["capped_share"] == pytest.approx(0.4)
+
+
+def test_binary_kl() -> None:
+    mu, pi = torch.tensor([0.5, 0.2, 1.0]).double(), torch.tensor([0.75, 0.2, 0.999]).double()
+    assert binary_kl(mu.log(), pi.log()).tolist() == [number(0.1438410), number(0.0), number(-math.log(0.999))]
+
+
+def rollout(scores: list[float], groups: list[int], sources: list[list[float]] | None = None) -> AdvantageInputs:
+    given = torch.tensor(scores, dtype=torch.float64)
+    mask, zeros = torch.ones(len(scores), 1, dtype=torch.bool), torch.zeros(len(scores), 1, dtype=torch.float64)
+    streams = {}
+    if sources is not None:
+        columns = torch.tensor(sources, dtype=torch.float64).T
+        streams = {"sources": columns, "source_weights": torch.ones(len(sources), dtype=torch.float64)}
+    return AdvantageInputs(given, given[:, None], mask, torch.tensor(groups), zeros, zeros[:, 0], 1.0, 1.0, streams)
+
+
+def advantages(name: str, inputs: AdvantageInputs) -> list[float]:
+    estimator = PRESETS.get(name).advantages
+    assert estimator is not None
+    found = estimator(inputs)
+    assert isinstance(found, Tensor)
+    return found.tolist()
+
+
+def test_max_rl_and_the_lesson() -> None:
+    # μ = ¼: (1 − ¼) / ¼ = 3, and −1. Nothing solved, or all: 0.
+    inputs = rollout([1.0, 0, 0, 0] + [0.0] * 4 + [1.0] * 4, [0] * 4 + [1] * 4 + [2] * 4)
+    assert advantages("max_rl", inputs) == [3.0, -1.0, -1.0, -1.0] + [0.0] * 8
+    assert importlib.import_module("examples.lessons.04_own_algorithm").max_rl(inputs).tolist() == advantages(
+        "max_rl", inputs
+    )
+
+
+def test_gdpo_compares_each_source_by_itself() -> None:
+    # Deviations √(1/3) = .5773503 and √(200/3) = 8.1649658: ±.8660254 and −1.2247449, 1.2247449, 0, 0.
+    sources = [[1.0, 0, 0, 1], [10.0, 30, 20, 20]]
+    found = advantages("gdpo", rollout([11.0, 30, 20, 21], [0] * 4, sources))
+    assert found == [number(-0.3587195), number(0.3587195), number(-0.8660254), number(0.8660254)]
+    # A source that does not apply to the last two replies says nothing of them: ±.8660254, and ±.7071068 of two.
+    sources[1][2:] = [math.nan, math.nan]
+    found = advantages("gdpo", rollout([11.0, 30, 20, 21], [0] * 4, sources))
+    assert found == [number(0.1589186), number(-0.1589186), number(-0.8660254), number(0.8660254)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_pass_the_checks(name: str) -> None:
+    preset = PRESETS.get(name)
+    assert preset.loss is not None
+    check_loss(preset.loss, name, gradient=name in SMOOTH)
+    reads = loss_reads(preset.loss, name)
+    assert ("rollout_logprobs" in reads and "old_logprobs" not in reads) == preset.anchored
+    assert Functions.of(PPOStageConfig(method=name)).scores_policy != preset.anchored  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_pass_the_checks(name: str) -> None:
+    estimator = PRESETS.get(name).advantages
+    assert estimator is not None
+    check_advantages(estimator, name)
+    assert advantage_reads(estimator, name) == ({"sources", "source_weights"} if name == "gdpo" else set())
+
+
+def test_every_preset_is_a_method() -> None:
+    assert set(get_args(Method)) == set(METHODS) >= set(PRESETS)
+
+
+def test_presets_are_read_without_torch() -> None:
+    """As configs are."""
+    code = "import sys; import xray_runtime.methods.ppo.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_preset_counts_in_the_keys_of_stages_that_use_it() -> None:
+    module = "xray_runtime.methods.ppo.presets.sapo"
+    assert PPOStageConfig(method="sapo").plugs() == PPOStageConfig(method="grpo", loss="sapo").plugs() == (module,)
+    assert PPOStageConfig(method="grpo").plugs() == PPOStageConfig(method="icepop").plugs() == ()

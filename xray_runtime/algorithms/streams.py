@@ -1,0 +1,62 @@
+"""Streams: what a loss or an advantage may read by name, beside the fields that it always gets.
+
+What a function reads is found by trying it on a `Probe` (`algorithms.checking`); only that is computed and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+COLUMN = "column "
+"""Before the name of a column of the dataset's row."""
+NOT_THERE = {
+    "teacher_logprobs": "a teacher, which no method has",
+    "topk_ids": "generators that return the sampler's top-k, which none does",
+    "topk_logprobs": "generators that return the sampler's top-k, which none does",
+}
+"""Stream that nothing provides → what would."""
+
+
+class StreamError(ValueError):
+    """A function reads a stream that is not there."""
+
+
+def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
+    """The stream `name`. Raises StreamError: it is not there; one line."""
+    if name in streams:
+        return streams[name]
+    if name in NOT_THERE:
+        raise StreamError(f"{name} is not allowed: it needs {NOT_THERE[name]}")
+    raise StreamError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
+
+
+class Probe(Mapping[str, Tensor]):
+    """Streams that note in `noted` which of them are read.
+
+    Args:
+        values: the streams.
+        column: makes the column of a name; every name is one.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], column: Callable[[str], Tensor], noted: set[str]) -> None:
+        self._values, self._column, self.noted = values, column, noted
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.noted.add(name)
+        return self._values[name] if name in self._values else self._column(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or str(name).startswith(COLUMN)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Probe:
+        """The same with `change`, of a name and its values, of each."""
+        changed = {name: change(name, values) for name, values in self._values.items()}
+        return Probe(changed, lambda name: change(name, self._column(name)), self.noted)

@@ -1,0 +1,71 @@
+"""Fields of a `ppo` stage that exclude each other: because of its loss, its advantages or its environment.
+
+Each takes a `PPOStageConfig`, whose module imports this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xray_runtime.methods.common.environment import AgentConfig, check_turns
+
+
+def check_correction(config: Any, anchored: bool) -> None:
+    """Raises ValueError if the importance weights do not fit the loss.
+
+    Args:
+        anchored: whether its ratio is that to the sampler's own probabilities.
+    """
+    mode, lag, floor = config.importance_correction, config.lag, config.importance_floor
+    if anchored and mode != "none":
+        raise ValueError(
+            f"importance_correction = {mode!r} must be 'none' with loss = {config.loss!r}, which reads "
+            "rollout_logprobs instead of old_logprobs and so corrects for the sampler itself"
+        )
+    if lag and not anchored and mode == "none":
+        raise ValueError(
+            f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {lag}: replies come from the "
+            "policy before an update"
+        )
+    if floor and mode != "mask":
+        raise ValueError(f"importance_floor = {floor} must be 0 with importance_correction = {mode!r}: 'mask' drops")
+
+
+def check_sources(config: Any) -> None:
+    """Raises ValueError if `advantages: gdpo` would not see a part of the reward, since it reads the sources alone."""
+    if config.advantages != "gdpo":
+        return
+    needed: dict[str, tuple[object, object]] = {
+        "truncated": (config.truncated, "lowest"),
+        "overlong_buffer": (config.overlong_buffer, None),
+        "kl.place": (config.kl.place if config.kl.coef else "loss", "loss"),
+    }
+    for field, (value, allowed) in needed.items():
+        if value != allowed:
+            raise ValueError(
+                f"{field} = {value!r} must be {allowed!r} with advantages = 'gdpo', which compares each source of "
+                "reward by itself"
+            )
+
+
+def check_environment(config: Any) -> None:
+    """Raises ValueError if other fields do not fit `environment`."""
+    environment = config.environment
+    if config.in_flight_updates and not config.lag:
+        raise ValueError(
+            "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
+            "of an older policy"
+        )
+    if config.in_flight_updates and not isinstance(environment, AgentConfig):
+        raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
+    if environment is None:
+        return
+    check_turns(environment, config.max_new_tokens, config.stop)
+    needed: dict[str, tuple[object, str]] = {
+        "overlong_buffer": (None, "it limits the length of a single reply"),
+        "reward_scaling": ("none", "rewards of single turns are not scaled"),
+        "reward_clip": (None, "rewards of single turns are not clipped"),
+    }
+    for field, (allowed, why) in needed.items():
+        if getattr(config, field) != allowed:
+            raise ValueError(f"{field} = {getattr(config, field)!r} must be {allowed!r} with an environment: {why}")
