@@ -31,7 +31,8 @@ class BranchSpec:
         from safetensors.torch import load_file
 
         from xray_runtime.engines.shard_loading import skeleton_of
-        from xray_runtime.models.heads import Branch, ScalarHead
+        from xray_runtime.models.head_layers import ScalarHead
+        from xray_runtime.models.heads import Branch
 
         lm: Any = skeleton_of(self.directory)
         scalar = None

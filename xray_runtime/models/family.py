@@ -125,6 +125,16 @@ class Auxiliary:
     """(output, config) → sums over these tokens for the log, whether the loss is on or off."""
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a layer's router is read, and told what to choose."""
+
+    read: Callable[[Any], tuple[Tensor, Tensor]]
+    """Its output → (ids of a token's experts [S, K], in the order in which their outputs are summed, their weights)."""
+    force: Callable[[Any, Any, Tensor], Any]
+    """(router, its output, ids [S, K]; −1: as it chose) → the output with these experts, weighted by its own logits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     model_types: tuple[str, ...]
@@ -148,6 +158,8 @@ class Family:
     """The config's field with the number of experts that a token takes."""
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""
+    routing: Routing | None = None
+    """None: the routes of its models can be neither recorded nor replayed."""
     megatron: Callable[[HFConfig], bool] = lambda config: False
     """Whether Megatron-core's GPT of Llama's parts computes a model of this config (`megatron.weights`)."""
     plain_tokenizer: bool = False

@@ -26,10 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
+from xray_runtime.models.head_layers import BorrowedHead, ScalarHead
 from xray_runtime.models.noted_passes import NotedPasses
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
+from xray_runtime.models.routing import ARGUMENT, take_routes
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, each_where_it_is
 
 T = TypeVar("T")
@@ -43,6 +45,9 @@ class HeadedLM(nn.Module):
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
         branches: frozen models on the same trunk.
         adapters: LoRA adapters in `lm`, which are trained instead of its weights.
+
+    Attributes:
+        routed_layers: number of layers with experts that take routes.
 
     Raises:
         ValueError: `trainable_layers` exceeds the model's layers, or a branch does not share the trunk.
@@ -82,6 +87,7 @@ class HeadedLM(nn.Module):
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
             use_packed_attention(lm)
+        self.routed_layers = take_routes(lm, family)
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
         if trainable_layers is not None:
@@ -100,14 +106,13 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
                 module.requires_grad_(True)
-        held = list(branches)
-        for branch in held:
+        self.branches: Any = nn.ModuleList(branches)
+        for branch in self.branches:
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
-        self.branches: Any = nn.ModuleList(held)
 
     @property
     def layers(self) -> Any:
@@ -152,14 +157,23 @@ class HeadedLM(nn.Module):
             return self._run_whole(trunk, lengths, prompts, input_ids=input_ids)
 
     def hidden(
-        self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        trunk: Tensor | None = None,
+        prompts: Prompts | None = None,
+        routes: Tensor | None = None,
     ) -> States:
         """Last hidden states [N, H]; from `trunk` states where they are given.
 
         A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
+        `routes`: experts of each token in each layer that has some [N, L, K]; −1: those that the model chooses.
         """
+        if routes is not None and (self.has_trunk or routes.shape[1] != self.routed_layers):
+            raise ValueError(f"routes of {routes.shape[1]} layers cannot be replayed by a {type(self.lm).__name__}")
         if trunk is None and not self.has_trunk:
-            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids)
+            given = {} if routes is None else {ARGUMENT: routes}
+            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids, **given)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
         norm = self.lm.get_submodule(self.parts.norm)
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
@@ -322,27 +336,3 @@ class _ForwardInChunks:
         return (
             self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
         )
-
-
-class ScalarHead(nn.Linear):
-    """One number a state, in float32 at least: the eight bits of bfloat16 would round values and rewards coarsely."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Numbers [..., 1] of hidden states [..., H]."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-
-
-class BorrowedHead(nn.Module):
-    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient.
-
-    In mixed precision it stays float32, and so does its gradient, which is summed over micro-batches here.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight.detach().clone().requires_grad_()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, H]."""
-        return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

@@ -95,7 +95,7 @@ def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
 
 
 def _keep(node: Node, of: tuple[str, ...], make: Callable[[], T]) -> T:
-    """The result of `make`, from before unless the ledger was changed since."""
+    """The value of `make()`, kept until the ledger changes."""
     ledger = sorted((node.directory / LEDGER).glob("*"))
     state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
     key = (node.sha256, state, of)

@@ -14,8 +14,10 @@ from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.family import family_of
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.published_names import PublishedNames
+from xray_runtime.models.routing import RecordedRoutes, recorded_routes
 
 ROWS = 32
 WIDTH_STEP = 32
@@ -27,17 +29,19 @@ class TransformersSampler(Sampler):
     """One model under `generate`, or one with an adapter that each update replaces."""
 
     def __init__(self, directory: Path, rank: EngineRank, adapter: LoRAConfig | None = None) -> None:
-        self._lm: Any = load_model(directory).to(rank.device).eval()
+        self._lm: Any = prepared(load_model(directory)).to(rank.device).eval()
         self._adapters = None
         if adapter is not None:
             self._adapters = Adapters(self._lm, adapter, directory, seed=0)
             self._adapters.load({})
-        # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
-        self._lm.generation_config = transformers.GenerationConfig()
         self._names = PublishedNames(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
-        return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
+        given = self._lm.generate, self._lm.device, prompts, seeds, sampling
+        if not sampling.routes:
+            return sample(*given)
+        with recorded_routes(self._lm, family_of(self._lm.config.model_type)) as recorded:
+            return sample(*given, recorded)
 
     def write(self, tensors: Tensors, version: int) -> None:
         if self._adapters is not None:
@@ -45,6 +49,17 @@ class TransformersSampler(Sampler):
             return
         for name, tensor in tensors:
             self._names.write(name, tensor)
+
+
+def prepared(lm: Any) -> Any:
+    """`lm`, to sample from."""
+    # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
+    lm.generation_config = transformers.GenerationConfig()
+    auxiliary = family_of(lm.config.model_type).auxiliary
+    if auxiliary is not None:
+        # The loss is not read here, and transformers fails to compute it with cached tokens.
+        setattr(lm.config, auxiliary.option, False)
+    return lm
 
 
 class SeededSampling(transformers.LogitsProcessor):
@@ -105,9 +120,14 @@ def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterato
 
 
 def sample(
-    generate: Callable[..., Any], device: torch.device, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+    generate: Callable[..., Any],
+    device: torch.device,
+    prompts: list[list[int]],
+    seeds: list[int],
+    sampling: Sampling,
+    recorded: RecordedRoutes | None = None,
 ) -> list[Reply]:
-    """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
+    """Replies by a `generate` of transformers' form, in batches of fixed shapes, with `recorded` routes."""
     widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]
     replies: dict[int, Reply] = {}
     for width in sorted(set(widths)):
@@ -116,8 +136,8 @@ def sample(
             rows = alike[start : start + ROWS]
             # The batch is filled with its first prompt; those replies are dropped.
             filled = rows + rows[:1] * (ROWS - len(rows))
-            batch = _batch(generate, device, [prompts[r] for r in filled], [seeds[r] for r in filled], width, sampling)
-            replies |= zip(rows, batch, strict=False)
+            own = [prompts[r] for r in filled], [seeds[r] for r in filled]
+            replies |= zip(rows, _batch(generate, device, *own, width, sampling, recorded), strict=False)
     return [replies[row] for row in range(len(prompts))]
 
 
@@ -128,6 +148,7 @@ def _batch(
     seeds: list[int],
     width: int,
     sampling: Sampling,
+    recorded: RecordedRoutes | None,
 ) -> list[Reply]:
     ids = torch.full((len(prompts), width), sampling.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -149,9 +170,11 @@ def _batch(
             logits_processor=[sampler],
         )[:, width:].tolist()
     logprobs = torch.stack(sampler.logprobs, 1).tolist()
+    routes = None if recorded is None else recorded.rows(len(prompts))
     replies = []
-    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+    for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True)):
         stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)
         n = next(stops, len(row_tokens))
-        replies.append(Reply(row_tokens[:n], row_logprobs[:n]))
+        found = None if routes is None else routes.of(row, width - len(prompts[row]), width + n - 1)
+        replies.append(Reply(row_tokens[:n], row_logprobs[:n], found))
     return replies

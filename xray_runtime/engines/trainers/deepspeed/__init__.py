@@ -27,6 +27,7 @@ class DeepSpeed:
         tensor_parallel=True,
         pipeline_parallel=True,
         sequence_parallel=True,
+        routes=True,
         activation_checkpointing=True,
         lora=True,
         split_lora=True,
