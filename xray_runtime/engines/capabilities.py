@@ -73,6 +73,8 @@ class TrainerCapabilities:
     """The cost of its sharding; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
     offload: bool = False
     """Optimizer states may live in host memory."""
+    pictures: bool = False
+    """It trains models that read pictures, whole on every rank; up to level 2 their states are sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ class GeneratorCapabilities:
     """It computes DoRA's norms, too."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
+    pictures: bool = False
+    """Prompts may have pictures."""
     routes: tuple[Literal["cpu", "cuda"], ...] = ()
     """The devices on which it says which experts it chose for each token, in which order and with which weights."""
     memory_pool: bool = False

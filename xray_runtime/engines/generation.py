@@ -51,6 +51,11 @@ class Generation:
         files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
         self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
 
+    def read_pictures(self, folders: tuple[Path, ...]) -> None:
+        """Prompts may have pictures of these folders from now on."""
+        if folders:
+            self._sampler.read_pictures(self._directory, folders)
+
     def fits(
         self, directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None = None
     ) -> bool:
@@ -96,12 +101,12 @@ class Generation:
             cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
             ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
             replies = [after or before for before, after in zip(replies, cut, strict=True)]
-        return ReplyBatch(
+        answer = ReplyBatch(
             response_ids=Ragged.of(reply.token_ids for reply in replies),
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
-            **(_route_columns(prompts, replies) if sampling.routes else {}),
         )
+        return answer.with_columns(**_route_columns(prompts, replies)) if sampling.routes else answer
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Reply | None:

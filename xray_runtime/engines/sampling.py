@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from xray_runtime.data.routes import Routes
@@ -83,6 +84,10 @@ class Sampler(Protocol):
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         """One reply a prompt, in order."""
+
+    def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
+        """Prompts may have pictures of these folders from now on. With `capabilities.pictures`."""
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def write(self, tensors: Tensors, version: int) -> None:
         """Write whole tensors into the model by their Hugging Face names; see `sync.versioned.Write`."""

@@ -126,6 +126,19 @@ class Auxiliary:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """How a family reads pictures, where transformers gives their features as `get_image_features` and positions as
+    `get_rope_index`."""
+
+    tower: str
+    """The part that reads them; it is never trained."""
+    tokens: tuple[str, str, str]
+    """Fields of the config: the ids before a picture, of each of its tokens, and after it."""
+    count: Callable[[Any, int, int], int]
+    """(transformers' image processor, width, height) → number of tokens."""
+
+
+@dataclass(frozen=True)
 class Routing:
     """How a layer's router is read, and told what to choose."""
 
@@ -153,6 +166,8 @@ class Family:
     attention: Callable[[HFConfig], str] = lambda config: "sdpa"
     """transformers' attention that computes all of a config's; "eager" where it caps scores. Where transformers has no
     "sdpa" for a class, "eager" is taken anyway."""
+    pictures: Pictures | None = None
+    """None: it reads text alone."""
     auxiliary: Auxiliary | None = None
     chosen: str = "num_experts_per_tok"
     """The config's field with the number of experts that a token takes."""

@@ -31,6 +31,7 @@ from xray_runtime.models.noted_passes import NotedPasses
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
+from xray_runtime.models.pictures import PictureReader
 from xray_runtime.models.routing import ARGUMENT, take_routes
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, each_where_it_is
 
@@ -66,8 +67,9 @@ class HeadedLM(nn.Module):
         assert adapters is None or trainable_layers is None
         self.lm = lm
         self.adapters = adapters
-        lm.config.use_cache = False
-        hidden = lm.config.hidden_size
+        text = lm.config.get_text_config()
+        text.use_cache = False
+        hidden = text.hidden_size
         self.scalar = ScalarHead(hidden, 1) if scalar_head else None
         if self.scalar is not None:
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
@@ -75,6 +77,10 @@ class HeadedLM(nn.Module):
             nn.init.zeros_(self.scalar.bias)
         family = family_of(lm.config.model_type)
         self.parts, self._logits = family.parts, family.logits(lm.config)
+        self.pictures: PictureReader | None = None
+        """Set where rows have pictures."""
+        if family.pictures is not None:
+            lm.get_submodule(family.pictures.tower).requires_grad_(False)
         known = family.auxiliary
         self.noted = known if known and hasattr(lm.config, known.option) else None
         """The output of its own that training notes."""
@@ -89,23 +95,7 @@ class HeadedLM(nn.Module):
             use_packed_attention(lm)
         self.routed_layers = take_routes(lm, family)
         self.has_trunk = trainable_layers is not None
-        self.frozen_layers = 0
-        if trainable_layers is not None:
-            if not self.parts.fit(lm):
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
-                    f"taken apart, not a {type(lm).__name__}"
-                )
-            check_parts(lm, f"base.trainable_layers: {trainable_layers}")
-            layers = self.layers
-            if trainable_layers > len(layers):
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers"
-                )
-            self.frozen_layers = len(layers) - trainable_layers
-            lm.requires_grad_(False)
-            for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
-                module.requires_grad_(True)
+        self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
         self.branches: Any = nn.ModuleList(branches)
         for branch in self.branches:
             if not self.has_trunk or not self._same_trunk(branch.whole):
@@ -113,6 +103,24 @@ class HeadedLM(nn.Module):
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
+
+    def _train_top(self, trainable_layers: int) -> int:
+        """Freeze all but the top layers and the final norm; returns the number of frozen layers."""
+        lm = self.lm
+        if not self.parts.fit(lm) or family_of(lm.config.model_type).pictures is not None:
+            raise ValueError(
+                f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
+                f"taken apart, not a {type(lm).__name__}"
+            )
+        check_parts(lm, f"base.trainable_layers: {trainable_layers}")
+        layers = self.layers
+        if trainable_layers > len(layers):
+            raise ValueError(f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers")
+        frozen = len(layers) - trainable_layers
+        lm.requires_grad_(False)
+        for module in (*layers[frozen:], lm.get_submodule(self.parts.norm)):
+            module.requires_grad_(True)
+        return frozen
 
     @property
     def layers(self) -> Any:
@@ -192,6 +200,8 @@ class HeadedLM(nn.Module):
         if self.packs:
             return packed_states(backbone, lengths, prompts, self.sequence_ranks, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
+        if self.pictures is not None:
+            padded = self.pictures.entering(padded["input_ids"])
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
     def noting_passes(self) -> HeadedLM:
@@ -267,7 +277,7 @@ class HeadedLM(nn.Module):
 
     def logprobs(self, hidden: States, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
-        chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.vocab_size
+        chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.get_text_config().vocab_size
 
         def compute(own: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             return self.in_chunks(

@@ -23,7 +23,8 @@ from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.models.causal_lm import copy_model, load_model, max_positions
 from xray_runtime.models.family import family_of
-from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
+from xray_runtime.models.published_check import tried_ids
+from xray_runtime.models.trial import own_logprobs
 from xray_runtime.models.weight_files import overwrite, tensors
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
     refused = f"{stage.name}.generator: {generator.engine} is not allowed for {stage.config.model!r}"
     others = [repr(e) for e in GENERATORS if e not in (generator.engine, *able(GENERATORS, "own_models"))]
     remedy = f"set generator.engine to {' or '.join(others)}"
-    prompts = [row.tolist() for row in tried_rows(int(content["vocab_size"]))[0].split(list(LENGTHS))]
+    prompts = tried_ids(out)
     sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
     spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
     updated = out / UPDATED

@@ -218,7 +218,8 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
 
 def _routes(rollout: Rollout) -> dict[str, pa.Array]:
     """The columns that only rollouts with routes have, a token's experts of all layers in one list."""
-    return {name: lists_of_lists(column) for name, column in rollout.pick(*ROUTES).items()}
+    found = rollout.pick(*ROUTES).items()
+    return {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
 
 
 def _or_null(values: torch.Tensor) -> pa.Array:

@@ -88,4 +88,5 @@ def _model_type(policy: Handle) -> str | None:
         return None
     written = Path(base) / "config.json"
     known = KNOWN_CONFIGS.get(base, {}) if not written.is_file() else json.loads(written.read_text(encoding="utf-8"))
-    return known.get("model_type")
+    found: str | None = known.get("model_type")
+    return found

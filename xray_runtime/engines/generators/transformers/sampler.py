@@ -16,6 +16,7 @@ from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.family import family_of
 from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.pictures import PictureReader, read_one_by_one
 from xray_runtime.models.published_names import PublishedNames
 from xray_runtime.models.routing import RecordedRoutes, recorded_routes
 
@@ -35,13 +36,35 @@ class TransformersSampler(Sampler):
             self._adapters = Adapters(self._lm, adapter, directory, seed=0)
             self._adapters.load({})
         self._names = PublishedNames(self._lm)
+        self._pictures: PictureReader | None = None
+
+    def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
+        self._pictures = PictureReader(self._lm, checkpoint, folders)
+        read_one_by_one(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
-        given = self._lm.generate, self._lm.device, prompts, seeds, sampling
+        generate = self._lm.generate if self._pictures is None else self._generate
+        given = generate, self._lm.device, prompts, seeds, sampling
         if not sampling.routes:
             return sample(*given)
         with recorded_routes(self._lm, family_of(self._lm.config.model_type)) as recorded:
             return sample(*given, recorded)
+
+    def _generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> Any:
+        """transformers' `generate`, of prompts with or without pictures."""
+        assert self._pictures is not None
+        # It would place a batch of texts behind the pictures of the one before.
+        self._lm.model.rope_deltas = None
+        is_picture, device = input_ids < 0, input_ids.device
+        if bool(is_picture.any()):
+            digests = self._pictures.in_rows(input_ids.tolist())
+            options |= {
+                "pixel_values": self._pictures.pixels(digests).to(device),
+                "image_grid_thw": self._pictures.grids(digests).to(device),
+                "mm_token_type_ids": is_picture.int(),
+            }
+            input_ids = self._pictures.as_tokens(input_ids)
+        return self._lm.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
 
     def write(self, tensors: Tensors, version: int) -> None:
         if self._adapters is not None:
@@ -71,7 +94,7 @@ class SeededSampling(transformers.LogitsProcessor):
 
     def __init__(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
-        self._sampling, self._seen = sampling, [torch.tensor(prompt, device=device) for prompt in prompts]
+        self._sampling, self._seen = sampling, [_tokens(prompt, device) for prompt in prompts]
         self._limits = transformers.LogitsProcessorList()
         # In vLLM's order.
         if sampling.min_p:
@@ -102,6 +125,11 @@ class SeededSampling(transformers.LogitsProcessor):
             [torch.zeros_like(row).index_fill_(0, ids, 1.0) for row, ids in zip(scores, self._seen, strict=True)]
         )
         return torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _tokens(prompt: list[int], device: torch.device) -> torch.Tensor:
+    """A prompt without its pictures."""
+    return torch.tensor([number for number in prompt if number >= 0], device=device)
 
 
 def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:

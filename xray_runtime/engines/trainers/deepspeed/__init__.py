@@ -35,6 +35,7 @@ class DeepSpeed:
         trainable_layers=True,
         scoring=True,
         offload=True,
+        pictures=True,
         on_cpu={"offload": ("none", "cpu")},
         sharding=Sharding(
             levels=(0, 1, 2, 3),
