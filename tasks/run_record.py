@@ -147,7 +147,7 @@ class RunRecord:
             StageRun(self.tracker, self.run_id).metrics([(0, int(time.time() * 1000), found)])
 
     def _result_tags(self, status: str) -> dict[str, str]:
-        """Tags of the MLflow run that its list can be searched by, and its description; `xray.…` are those that are signed."""
+        """The MLflow run's description, and tags to search by; those that begin with `xray.` are signed ones."""
         content, evaluation = self.summary.content, self.summary.content["evaluation"] or {}
         tags = {"result.status": status}
         if evaluation.get("win_rate") is not None:
