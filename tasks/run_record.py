@@ -147,13 +147,13 @@ class RunRecord:
             StageRun(self.tracker, self.run_id).metrics([(0, int(time.time() * 1000), found)])
 
     def _result_tags(self, status: str) -> dict[str, str]:
-        """Tags of the MLflow run that its list can be searched by, and its description."""
+        """The MLflow run's description, and tags to search by; those that begin with `xray.` are signed ones."""
         content, evaluation = self.summary.content, self.summary.content["evaluation"] or {}
-        tags = {"xray.status": status}
+        tags = {"result.status": status}
         if evaluation.get("win_rate") is not None:
-            tags["xray.win_rate"] = f"{evaluation['win_rate']:.3f}"
+            tags["result.win_rate"] = f"{evaluation['win_rate']:.3f}"
         if (registered := content["registered"]) is not None:
-            tags["xray.model"] = f"{registered['name']}/{registered['version']}"
+            tags["result.model"] = f"{registered['name']}/{registered['version']}"
         return tags | {NOTE: run_description(content, prefect_tags().get(PAGE), self.output)}
 
     def _artifacts(self, content: str) -> dict[Path, str]:
