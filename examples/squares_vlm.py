@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 
@@ -70,11 +71,17 @@ def write_model(directory: Path) -> None:
     tokenizer.add_tokens(["<|im_start|>", *marks.values()], special_tokens=True)
     numbers = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 192}
+    text |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}}
-    tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
-    tower |= {"patch_size": CELL // 2, "spatial_merge_size": 2, "window_size": CELL, "fullatt_block_indexes": [1]}
+    tower: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+    tower |= {
+        "out_hidden_size": 64,
+        "patch_size": CELL // 2,
+        "spatial_merge_size": 2,
+        "window_size": CELL,
+        "fullatt_block_indexes": [1],
+    }
     config = Qwen2_5_VLConfig(
         text_config=text | ends,
         vision_config=tower,
@@ -110,7 +117,7 @@ def squares_vlm(
     rows = write_pictures(pictures)
     write_model(model)
     rewards = [xray.reward(verifier={"kind": "regex", "pattern": r"^\s*\d\s*$", "column": "answer"})]
-    generator = {"engine": "transformers"}
+    sampled: dict[str, Any] = {"max_new_tokens": 4, "generator": {"engine": "transformers"}}
     with xray.workspace(output, project="squares-vlm", seed=seed):
         data = xray.prepare(source=str(rows), pictures=str(pictures), columns=["answer"], heldout_fraction=0.2)
         base = xray.base(model=str(model))
@@ -125,11 +132,9 @@ def squares_vlm(
             reward_scaling="none",
             prompts_per_iteration=32,
             minibatch_size=64,
-            max_new_tokens=4,
-            generator=generator,
+            **sampled,
         )
-        asked = {"num_prompts": held_out, "max_new_tokens": 4, "generator": generator}
-        result = xray.evaluate(policy, against=sft, prompts=data, rewards=rewards, **asked)
+        result = xray.evaluate(policy, against=sft, prompts=data, rewards=rewards, num_prompts=held_out, **sampled)
         xray.register(policy, result)
 
 

@@ -112,8 +112,8 @@ def test_a_champion_and_a_candidate_share_one_generator(store: dict[str, Any], e
     found, opened = run(store, compare, CompareInputs(Model(candidate), Model(champion), data), engine)
     [generator, scoring] = opened
     assert (generator["generator"].directory, scoring) == (store["base"].path, {})
-    merged = [Model(without_adapter(store["store"], store[name])) for name in ("two", "one")]
-    expected, opened = run(store, compare, CompareInputs(*merged, data), engine)
+    two, one = (Model(without_adapter(store["store"], store[name])) for name in ("two", "one"))
+    expected, opened = run(store, compare, CompareInputs(two, one, data), engine)
     assert [len(specs) for specs in opened] == [1, 1, 0]
     assert found["samples"] == expected["samples"]
     assert any(shown["champion"] != shown["candidate"] for shown in found["samples"])

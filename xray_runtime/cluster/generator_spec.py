@@ -20,10 +20,10 @@ class GeneratorSpec:
     directory: Path
     max_length: int
     config: GeneratorConfig = field(default_factory=GeneratorConfig)
-    pictures: tuple[Path, ...] = ()
-    """Folders of the pictures that prompts may have."""
     adapter: LoRAConfig | None = None
     """Syncs bring an adapter with these fields, and never the weights of `directory`."""
+    pictures: tuple[Path, ...] = ()
+    """Folders of the pictures that prompts may have."""
 
     @property
     def layout(self) -> GeneratorConfig:

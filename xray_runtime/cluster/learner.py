@@ -77,7 +77,8 @@ class Learner(PublishedChecks, Workhorse):
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
-        if family_of(lm.config.model_type).pictures is not None:
+        config: Any = lm.config
+        if family_of(config.model_type).pictures is not None:
             module.pictures = PictureReader(lm, spec.directory, spec.pictures)
         # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()

@@ -75,9 +75,9 @@ class AdaptedLinear(nn.Module):
         scaled: Tensor = plain + (share - 1.0) * unbiased + share * added
         return scaled
 
-    def parts(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, nn.Parameter]:
         """Its trained parameters by name."""
-        found = {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
+        found: dict[str, Any] = {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
         return found if self.magnitude is None else found | {"magnitude": self.magnitude}
 
 
@@ -175,7 +175,7 @@ class Adapters:
 
     def _trained(self) -> dict[str, tuple[str, nn.Parameter]]:
         """peft's name → (name in the `HeadedLM`, parameter)."""
-        found = {}
+        found: dict[str, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             for part, parameter in layer.parts().items():
                 peft = "lora_magnitude_vector" if part == "magnitude" else part

@@ -97,6 +97,7 @@ class HeadedLM(nn.Module):
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
         self.branches: Any = nn.ModuleList(branches)
+        branch: Any
         for branch in self.branches:
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
