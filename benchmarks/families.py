@@ -122,6 +122,7 @@ def base(row: Row) -> str:
         if ".generator:" not in refusal:
             raise
         shutil.rmtree(row.base)
+        row.opener.close()  # transformers cannot build some models where vLLM failed to
         row.engine = "transformers"
         _base_stage(row, source, row.engine)
         row.results["files = vLLM"] = _plain(refusal, row)

@@ -47,8 +47,8 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
         if alias == CHAMPION
     ]
     content["canaries"] = [
-        {"name": found.began.name, "candidate": found.began.candidate, "summary": summary(found)}
-        for found in list(view(home.output).state(Canaries).values())[-1:]
+        {"name": canary.began.name, "candidate": canary.began.candidate, "summary": summary(canary)}
+        for canary in list(view(home.output).state(Canaries).values())[-1:]
     ]
     return content
 
@@ -62,8 +62,8 @@ def _runs(api: str) -> dict[str, list[dict[str, Any]]]:
     def find(states: list[str], limit: int = MAX_RUNS, **more: Any) -> list[dict[str, Any]]:
         wanted = {"state": {"type": {"any_": states}}} | top_level | more
         query = {"flow_runs": wanted, "sort": "EXPECTED_START_TIME_ASC", "limit": limit}
-        found: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query)
-        return found
+        runs: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query)
+        return runs
 
     def next_run(deployment: str) -> list[dict[str, Any]]:
         return find(["SCHEDULED"], 1, deployment_id={"any_": [deployment]}, expected_start_time={"after_": now})

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -55,6 +56,38 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in pages.items():
         files.append(File.generated(config, name, content=page()))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Called by MkDocs: write llms.txt (llmstxt.org), the list of pages for programs that read the site."""
+
+    def read(name: str) -> str:
+        path = Path(config.docs_dir) / name
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    text = llms_text(config.site_name, config.site_description or "", config.nav or [], read)
+    (Path(config.site_dir) / "llms.txt").write_text(text, encoding="utf-8")
+
+
+def llms_text(name: str, description: str, nav: Iterable[Mapping[str, Any]], read: Callable[[str], str]) -> str:
+    """Pages by section, each with its first sentence."""
+    lines, sections = [f"# {name}", "", f"> {description}", ""], list[str]()
+    for entry in nav:
+        for title, inside in entry.items():
+            if isinstance(inside, str):
+                lines.append(_listed(title, inside, read))
+            else:
+                pages = [_listed(t, page, read) for each in inside for t, page in each.items()]
+                sections += ["", f"## {title}", "", *pages]
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _listed(title: str, page: str, read: Callable[[str], str]) -> str:
+    paragraphs = re.sub(r"^```.*?^```", "", read(page), flags=re.MULTILINE | re.DOTALL).split("\n\n")
+    prose = next((p for p in paragraphs if re.match(r"\s*[A-Z*`]", p)), "")
+    sentence = re.match(r".*?[.:](?=\s|$)", " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose).split()))
+    about = f": {sentence[0].rstrip(':')}" if sentence else ""
+    return f"- [{title}]({page.removesuffix('.md')}.html){about}"
 
 
 # Stage kinds

@@ -39,28 +39,28 @@ def take_cached(
     with recording(config.seed, config.runtime) as graph:
         ends = lifecycle_graph(config)
     store = open_store(output, open_shared(config.runtime.storage))
-    found: dict[str, StoredStage] = {}
+    stored: dict[str, StoredStage] = {}
     for name, stage in stored_stages(graph, output, store):
         if stage is None:
             return None
-        found[name] = stage
+        stored[name] = stage
         if name == until:
             break
     # Imported late: Prefect reads its settings once, and a run that computes sets them first.
     from xray.tasks.run_record import RunRecord
 
     with RunRecord(output, storage=config.runtime.storage, **record_options(config)) as record:
-        _record(record, found, store, ends, done)
+        _record(record, stored, store, ends, done)
     return record.summary.content
 
 
 def _record(
-    record: RunRecord, found: dict[str, StoredStage], store: Store, ends: Lifecycle, done: Callable[[str], None]
+    record: RunRecord, stored: dict[str, StoredStage], store: Store, ends: Lifecycle, done: Callable[[str], None]
 ) -> None:
     from xray.tasks.register import register
 
     context, shown = record.context(None), dict[str, StageResult]()
-    for number, (name, stage) in enumerate(found.items()):
+    for number, (name, stage) in enumerate(stored.items()):
         begin = time.perf_counter()
         result = show_cached(stage.result, list(stage.parents.values()), context, record.tracker, store)
         record.summary.stage_done(number, result, time.perf_counter() - begin)

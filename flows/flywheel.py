@@ -126,12 +126,12 @@ def _of(cycle: Cycle | None) -> list[str]:
 
 def _canary_ended(output: Path, store: LineageStore, cycle: Cycle) -> bool:
     """Whether the canary of a cycle is decided; the cycle then says how."""
-    found = view(output).state(Canaries).get(cycle.canary or "")
-    if found is None:
+    canary = view(output).state(Canaries).get(cycle.canary or "")
+    if canary is None:
         raise ConfigError(
             f"{cycle_directory(output, cycle) / FILE}: its canary is not in the signed log; see `xray audit`"
         )
-    ended = decide(store, found)
+    ended = decide(store, canary)
     if ended is not None:
         cycle.state = "candidate" if ended.outcome == "passed" else ended.outcome
         cycle.reasons = [f"canary: {ended.reason}"]
@@ -281,11 +281,11 @@ def _stats(handle: Handle) -> dict[str, Any]:
 
 def _too_little(config: FlywheelConfig, counts: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
     kind = "pairs" if config.kto is None else "labels"
-    found = []
+    missing = []
     if counts[f"{kind}_train"] < config.min_rows:
-        found.append(f"{counts[f'{kind}_train']} {kind} to train on; at least {config.min_rows} (min_rows)")
+        missing.append(f"{counts[f'{kind}_train']} {kind} to train on; at least {config.min_rows} (min_rows)")
     if config.kto is None and not counts["pairs_heldout"]:
-        found.append("no pair of a held-out user (rules.heldout_fraction)")
+        missing.append("no pair of a held-out user (rules.heldout_fraction)")
     if prompts["heldout_pairs"] < config.min_prompts:
-        found.append(f"{prompts['heldout_pairs']} recorded prompts; at least {config.min_prompts} (min_prompts)")
-    return found
+        missing.append(f"{prompts['heldout_pairs']} recorded prompts; at least {config.min_prompts} (min_prompts)")
+    return missing

@@ -151,15 +151,15 @@ def _comparison(
         if verdicts is not None:
             raise ConfigError("verdicts: are not allowed without a comparison (promotion.max_regression, a champion)")
         return store, None
-    found = find_comparison(store, node, champion.checkpoint, verdicts)
-    if found is None:
+    comparison = find_comparison(store, node, champion.checkpoint, verdicts)
+    if comparison is None:
         # Compute nothing for a candidate that cannot pass.
         alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
         promotion.review(store, node, name=name, gates=alone, public=public)
         compare(str(root), name, node.sha256, champion.checkpoint, store.tracking_uri, verdicts)
         store = open_lineage_store(root, store.tracking_uri)
-        found = find_comparison(store, node, champion.checkpoint, verdicts)
-    return store, found
+        comparison = find_comparison(store, node, champion.checkpoint, verdicts)
+    return store, comparison
 
 
 @flow(name="rollback", flow_run_name="rollback {name}", persist_result=False)

@@ -58,5 +58,5 @@ def sound_start(store: LineageStore, node: Node) -> Node:
 
 def without_withdrawn(store: LineageStore, project: str, by: str, cycle: Cycle) -> str:
     """The feedback checkpoint of a cycle; collected anew where it descends from withdrawn data."""
-    own = cycle.feedback[-1]
-    return collect(store, project, by, cycle.first, cycle.last).sha256 if is_touched(store, own) else own
+    newest = cycle.feedback[-1]
+    return collect(store, project, by, cycle.first, cycle.last).sha256 if is_touched(store, newest) else newest

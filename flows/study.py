@@ -177,14 +177,14 @@ class Search:
 
     def waiting(self) -> Iterator[optuna.Trial]:
         """The interrupted and failed trials, then new ones, up to the search's number of trials."""
-        own = [trial for trial in self.trials() if IMPORTED not in trial.user_attrs]
-        unfinished = [trial for trial in own if trial.state not in ENDED]
+        ours = [trial for trial in self.trials() if IMPORTED not in trial.user_attrs]
+        unfinished = [trial for trial in ours if trial.state not in ENDED]
         for trial in unfinished:
             if trial.state == TrialState.RUNNING:
                 self.study.tell(trial.number, state=TrialState.FAIL)
             if trial.state != TrialState.WAITING:
                 self._enqueue(trial.user_attrs[VALUES])
-        missing = max(self.wanted.trials - (len(own) - len(unfinished)), 0)
+        missing = max(self.wanted.trials - (len(ours) - len(unfinished)), 0)
         for _ in islice(chain(unfinished, iter(self._draw, False)), missing):
             yield self.study.ask(self.space)
 

@@ -213,12 +213,12 @@ def load_flow(name: str) -> Any:
         raise ConfigError(f"{name!r} is not allowed: must be a YAML file or MODULE:FLOW")
     add_working_directory()
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        flow = getattr(importlib.import_module(module), attribute)
     except ConfigError:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{name!r} cannot be imported ({reason})") from error
-    if not callable(found):
+    if not callable(flow):
         raise ConfigError(f"{name!r} is not a function")
-    return found
+    return flow

@@ -29,8 +29,8 @@ def saved_config(output: Path) -> LifecycleConfig:
 
 def interrupted_stages(output: Path) -> dict[str, int]:
     """Interrupted stage → step of its last snapshot."""
-    found = sorted(output.glob("snapshots/*/step-" + "[0-9]" * 10), key=lambda path: path.name)
-    return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in found}
+    snapshots = sorted(output.glob("snapshots/*/step-" + "[0-9]" * 10), key=lambda path: path.name)
+    return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in snapshots}
 
 
 def resume_point(output: Path) -> str:

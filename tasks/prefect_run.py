@@ -61,13 +61,13 @@ def flow_parameters() -> dict[str, Any]:
 def show(key: str, title: str, text: str) -> None:
     """Create the artifact `key` of this flow run with the Markdown `text`, or replace its text if it is there."""
     with get_client(sync_client=True) as client:
-        found = []
+        artifacts = []
         if flow_run.id:
             this_run = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run.id)]))
             same = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
-            found = client.read_artifacts(artifact_filter=same, flow_run_filter=this_run)
-        if found:
-            client.update_artifact(found[0].id, ArtifactUpdate(data=text, description=title))
+            artifacts = client.read_artifacts(artifact_filter=same, flow_run_filter=this_run)
+        if artifacts:
+            client.update_artifact(artifacts[0].id, ArtifactUpdate(data=text, description=title))
         else:
             create_markdown_artifact(text, key=key, description=title)
 

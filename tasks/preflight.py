@@ -19,6 +19,7 @@ from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.store.hub import check_on_hub
 from xray_runtime.kernel.store.shared import SharedStore, StorageError, open_shared
 from xray_runtime.kernel.tracking.mirrors import require_mirror
+from xray_runtime.models.quantized import check_plain
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
@@ -51,19 +52,26 @@ def check_before_start(graph: Graph, output: Path | None = None) -> None:
 
 
 def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resources] | None) -> None:
-    """Check that the cluster has the stages' resources, and hubs the repositories that they name.
+    """Check that the cluster has the stages' resources, hubs the repositories that they name, and that no directory of
+    theirs holds a quantized model.
 
     Args:
         nodes: resources of each node. None: skip the check, because the cluster is not connected yet.
 
     Raises:
-        ConfigError: like `check_call` and `check_on_hub`.
+        ConfigError: like `check_call` and `check_on_hub`, or a model is quantized.
     """
     for call in calls:
         if nodes is not None:
             check_call(call, device, nodes)
         for field, value in call.kind.outside_of(call.config).items():
-            check_on_hub(value, f"{call.name}.{field}", "model" if field == "model" else "dataset")
+            name = f"{call.name}.{field}"
+            check_on_hub(value, name, "model" if field == "model" else "dataset")
+            if field == "model":
+                try:
+                    check_plain(value, name)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from None
 
 
 def check_services(graph: Graph, calls: Iterable[StageCall], device: str, output: Path) -> None:

@@ -44,25 +44,25 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
         StageInterruptedError: the run was asked to stop meanwhile.
     """
     create_markdown_artifact(question, key=f"xray-{artifact_key(stage)}-review", description=f"{stage} asks")
-    found: list[Review | BaseException] = []
+    answers: list[Review | BaseException] = []
     stopped = threading.Event()
 
     def pause() -> None:
         form, refused_until = Review.with_initial_data(description=question), time.monotonic() + ANSWER_SECONDS
         # Each question needs its own key, also when a resumed run repeats it: the process that waited is gone.
         key = digest({"stage": stage, "asked": question, "since": _running_since()})[:16]
-        while not found and not stopped.is_set():
+        while not answers and not stopped.is_set():
             try:
-                found.append(
+                answers.append(
                     pause_flow_run(wait_for_input=form, timeout=ANSWER_SECONDS, poll_interval=POLL_SECONDS, key=key)
                 )
             except RuntimeError as error:
                 # Another stage is asking: a run can only pause for one question at a time.
                 if time.monotonic() > refused_until:
-                    found.append(error)
+                    answers.append(error)
                 stopped.wait(POLL_SECONDS)
             except BaseException as error:
-                found.append(error)
+                answers.append(error)
 
     # In a thread with this flow run's context, so that the stage can report progress and be stopped.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(pause,), daemon=True)
@@ -74,7 +74,7 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
             thread.join(POLL_SECONDS)
     finally:
         stopped.set()
-    answer = found[0]
+    answer = answers[0]
     if isinstance(answer, FlowPauseTimeout):
         log.warning("%s: no one answered in %d days", stage, ANSWER_SECONDS // (24 * 3600))
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from xray.tasks.output_directory import unfinished_run
 from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
+from xray.tasks.summary import run_description
 from xray_runtime.kernel.config.loading import to_yaml
 from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.credentials import strip_credentials, tracking_address
@@ -28,6 +30,11 @@ from xray_runtime.kernel.store.identity import digest, file_sha256, text_sha256
 from xray_runtime.kernel.store.shared import open_shared
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, StageRun, Tracker, params_of, table_text
 from xray_runtime.kernel.tracking.registry import LOG_TAG, own_store
+
+NOTE = "mlflow.note.content"
+"""Tag of a run: its description on MLflow's page."""
+HEADLINE = ("win_rate", "gold_before", "gold_after", "gold_delta", "reward_before", "reward_after", "kl")
+"""Numbers of an evaluation that a run's page in MLflow shows and its lists sort by."""
 
 
 class RunRecord:
@@ -51,9 +58,9 @@ class RunRecord:
         tracking_uri: str | None = None,
     ) -> None:
         self.output, self.project = output, project
-        own = own_store(output)
-        self.tracking_uri = tracking_uri or tracking_address() or own
-        self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
+        default = own_store(output)
+        self.tracking_uri = tracking_uri or tracking_address() or default
+        self._is_own, self._seed, self._storage = self.tracking_uri == default, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
         self._terms = dict(terms or {})
         self._run_directory = run_directory or output
@@ -95,9 +102,10 @@ class RunRecord:
                     self.tracker.client.log_text(self.run_id, content, LIFECYCLE)
                     self.tracker.log_files(self.run_id, self.summary.report)
                     self._log_evaluations()
+                    self._log_headline()
             finally:
                 end_record(self.output, self.summary.path, content, self.summary.files | self._artifacts(content))
-            self.tracker.tag(self.run_id, {LOG_TAG: view(self.output).mark})
+            self.tracker.tag(self.run_id, {LOG_TAG: view(self.output).mark} | self._result_tags(status))
             self.tracker.finish(self.run_id, mlflow_status)
 
     def context(self, node: str | None) -> RunContext:
@@ -131,11 +139,28 @@ class RunRecord:
                     self._sent[path.name] = file_sha256(path)
                     run.picture(path)
 
+    def _log_headline(self) -> None:
+        """Log the numbers of the last evaluation to the MLflow run, which has no other metrics."""
+        evaluation = self.summary.content["evaluation"] or {}
+        found = {name: float(evaluation[name]) for name in HEADLINE if evaluation.get(name) is not None}
+        if found:
+            StageRun(self.tracker, self.run_id).metrics([(0, int(time.time() * 1000), found)])
+
+    def _result_tags(self, status: str) -> dict[str, str]:
+        """Tags of the MLflow run that its list can be searched by, and its description."""
+        content, evaluation = self.summary.content, self.summary.content["evaluation"] or {}
+        tags = {"xray.status": status}
+        if evaluation.get("win_rate") is not None:
+            tags["xray.win_rate"] = f"{evaluation['win_rate']:.3f}"
+        if (registered := content["registered"]) is not None:
+            tags["xray.model"] = f"{registered['name']}/{registered['version']}"
+        return tags | {NOTE: run_description(content, prefect_tags().get(PAGE), self.output)}
+
     def _artifacts(self, content: str) -> dict[Path, str]:
         """Artifact of the run's MLflow run → sha256, of those that are as this run sent them."""
         sent = self._sent | {LIFECYCLE: text_sha256(content), REPORT: self.summary.files.get(self.summary.report)}
-        found = digests(self.output, [self.output / ARTIFACTS / self.run_id])
-        return {self.output / name: sha256 for name, sha256 in found.items() if sent.get(Path(name).name) == sha256}
+        files = digests(self.output, [self.output / ARTIFACTS / self.run_id])
+        return {self.output / name: sha256 for name, sha256 in files.items() if sent.get(Path(name).name) == sha256}
 
     def _open_tracker(self) -> Tracker:
         # If several processes create the same database, all but one fail.
@@ -164,7 +189,7 @@ class RunRecord:
 
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
         page = prefect_tags().get(PAGE)
-        note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
+        note = {NOTE: f"[Prefect flow run]({page})"} if page else {}
         text = to_yaml(record)
         self._sent["config.yaml"] = text_sha256(text)
         return self.tracker.start_lifecycle(

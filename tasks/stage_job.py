@@ -223,15 +223,15 @@ class StageJob:
             gates=context.gates if self._kind.sides is not None else None,
             outside=[
                 OutsideSource(
-                    field=found.field,
-                    name=found.name,
-                    kind=found.kind,
-                    digest=found.digest,
-                    terms=terms_of(found, context.terms.get(found.name)),
+                    field=file.field,
+                    name=file.name,
+                    kind=file.kind,
+                    digest=file.digest,
+                    terms=terms_of(file, context.terms.get(file.name)),
                 )
-                for found in self._outside
+                for file in self._outside
                 # Hashes of what must not be read are no source.
-                if found.field != f"{self._spec.name}.withdrawn"
+                if file.field != f"{self._spec.name}.withdrawn"
             ],
         )
 

@@ -57,17 +57,17 @@ class StoredStage:
 def stored_stages(graph: Graph, output: Path, store: Store) -> Iterator[tuple[str, StoredStage | None]]:
     """(stage, its verified result), in order; None where it, or one of its inputs, has none."""
     runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
-    memory, found = DigestMemory(output / DIGESTS), dict[str, StageResult]()
+    memory, stages = DigestMemory(output / DIGESTS), dict[str, StageResult]()
     for name, call in graph.calls.items():
-        if any(handle.name not in found for handle in call.parents.values()):
+        if any(handle.name not in stages for handle in call.parents.values()):
             yield name, None
             continue
-        parents = {role: found[handle.name].checkpoint for role, handle in call.parents.items()}
+        parents = {role: stages[handle.name].checkpoint for role, handle in call.parents.items()}
         sha256s = {role: ref.sha256 for role, ref in parents.items()}
         identity, _ = identify(call.kind, name, call.config, call.seed, runtime, sha256s, call.functions, memory)
         result = find_result(name, identity.key, output, store)
         if result is not None:
-            found[name] = result
+            stages[name] = result
         yield name, None if result is None else StoredStage(result, parents)
 
 
@@ -156,7 +156,7 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
 def _artifacts(output: Path, result: StageResult, written: Mapping[str, str]) -> dict[str, str]:
     """Artifact of the result's MLflow run → sha256, of those that repeat the checkpoint's manifest or a record that was
     `written` or that the log has. Other files may lie beside those that MLflow was sent."""
-    signed, found = evidence().trusted_view(output).files, {}
+    signed, artifacts = evidence().trusted_view(output).files, {}
     records = records_directory(output, result.name, result.key).relative_to(output).as_posix()
     for name, sha256 in digests(output, [output / ARTIFACTS / result.mlflow_run_id]).items():
         path = Path(name)
@@ -169,8 +169,8 @@ def _artifacts(output: Path, result: StageResult, written: Mapping[str, str]) ->
             table = json.loads(content) if content is not None else {"columns": [], "rows": []}
             expected = hashlib.sha256(table_text(table["columns"], table["rows"]).encode()).hexdigest()
         if sha256 == expected:
-            found[name] = sha256
-    return found
+            artifacts[name] = sha256
+    return artifacts
 
 
 def _share_result(path: Path, text: str, result: StageResult, output: Path, shared: SharedStore) -> None:

@@ -200,12 +200,12 @@ class SubmittedTasks:
 
     def _descendants(self, name: str) -> list[SubmittedTask]:
         """The tasks that depend on `name`, directly or not, in order."""
-        names, found = {name}, []
+        names, descendants = {name}, []
         for task in list(self._tasks.values()):
             if names & set(task.parents):
                 names.add(task.name)
-                found.append(task)
-        return found
+                descendants.append(task)
+        return descendants
 
 
 def _error_of(name: str, state: State[Any]) -> BaseException:

@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from xray.tasks.spec import StageResult
 from xray_runtime.kernel.graph.kind import StageKind
@@ -59,24 +61,41 @@ def headline(kind: StageKind, result: StageResult, series: Series) -> str:
 def _results(kind: StageKind, result: StageResult) -> dict[str, float]:
     if kind.results is None:
         return {}
-    found = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    results = json.loads((result.checkpoint.path / kind.results).read_text(encoding="utf-8"))
+    return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
 def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(title, text) of the main results of an evaluation (`evaluation.json`)."""
     rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
-    for name, found in (e.get("judges") or {}).items():
-        low, high = found["win_rate_ci95"]
-        shown = "" if found["judges"] else ", shown only"
-        counts = f"over {found['samples']} held-out prompts, {found['tied']} tied, by {name}{shown}"
-        rows.append(("win rate", f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}) {counts}"))
+    for name, judged in (e.get("judges") or {}).items():
+        low, high = judged["win_rate_ci95"]
+        shown = "" if judged["judges"] else ", shown only"
+        counts = f"over {judged['samples']} held-out prompts, {judged['tied']} tied, by {name}{shown}"
+        rows.append(("win rate", f"{judged['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}) {counts}"))
     for name, title in (("gold", "gold score"), ("reward", "reward")):
         if e[f"{name}_after"] is not None:
             low, high = e[f"{name}_delta_ci95"]
             change = f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}, difference {e[f'{name}_delta']:+.3f}"
             rows.append((title, f"{change} (95%: {low:+.3f} to {high:+.3f})"))
     return [*rows, ("KL", f"{e['kl']:.2f} nats per reply to the model before")]
+
+
+def run_description(content: Mapping[str, Any], prefect: str | None, output: Path) -> str:
+    """The description of a run's page in MLflow (Markdown), from its lifecycle.json; `prefect`: its page there."""
+    rows = evaluation_rows(content["evaluation"]) if content["evaluation"] is not None else []
+    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}.", ""]
+    lines += [*markdown_table(("result", "value"), rows), ""] if rows else []
+    if (registered := content["registered"]) is not None:
+        address = f"#/models/{quote(registered['name'])}/versions/{registered['version']}"
+        lines.append(f"- Model: [{registered['name']} version {registered['version']}]({address})")
+    read = {stage["dataset"] for stage in content["stages"]}
+    made = [(stage["name"], stage["checkpoint"]["sha256"]) for stage in content["stages"]]
+    datasets = [f"`{name}` ({sha256[:12]})" for name, sha256 in made if sha256 in read]
+    lines += [f"- Data: {', '.join(datasets)}"] if datasets else []
+    lines += [f"- [Its run in Prefect]({prefect})"] if prefect else []
+    lines += ["- Report: `report.html` among the artifacts", f"- Pages: `xray studio --output {output}`"]
+    return "\n".join(lines)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -256,10 +256,10 @@ class Workspace(Graph):
         Raises:
             ConfigError: `ref` names no checkpoint, or its audit is not sound.
         """
-        found = evidence().checkpoint_from(ref, self.output, self.run_record.tracking_uri)
-        name = f"{found.stage}@{found.sha256[:12]}"
-        self._references[name] = found
-        return Handle(self, name, TYPES.get(found.type, Artifact), None)
+        checkpoint_found = evidence().checkpoint_from(ref, self.output, self.run_record.tracking_uri)
+        name = f"{checkpoint_found.stage}@{checkpoint_found.sha256[:12]}"
+        self._references[name] = checkpoint_found
+        return Handle(self, name, TYPES.get(checkpoint_found.type, Artifact), None)
 
     def result_of(self, handle: Handle) -> Result:
         if handle.call is None:

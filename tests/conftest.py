@@ -1,12 +1,16 @@
 """What holds for all tests."""
 
+import gc
+import itertools
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
 from tests.message_texts import Messages
+from xray_runtime.kernel.processes import without_collection
 
 # No test asserts a wall time.
 # Explaining a failure traces it, and CPython 3.11 can loop without end in `sys.settrace`.
@@ -17,6 +21,28 @@ settings.register_profile(
     max_examples=int(os.environ.get("XRAY_TEST_EXAMPLES", "30")),
 )
 settings.load_profile("xray")
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector would take a third of a collection's time, and go on looking at a million objects of
+    libraries and parameters that stay."""
+    with without_collection():
+        result = yield
+    gc.collect()
+    gc.freeze()
+    return result
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's own finds its number by listing the directories of all tests before, which thousands of tests feel."""
+    path = tmp_path_factory.getbasetemp() / f"{request.function.__name__[:30]}_{next(NUMBERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture(autouse=True)

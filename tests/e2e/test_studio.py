@@ -22,13 +22,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.e2e.chat_server import Answers
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
-from tests.unit.studio.world import compared, recorded, with_rollouts
+from tests.unit.studio.world import compared, recorded, run_at_work, with_rollouts
 from tests.unit.trust.promoting import aliases
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config
 from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.graph.artifacts import FEEDBACK
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.feedback.collection import collect, sound_chain
@@ -41,8 +42,8 @@ ITERATIONS, ROWS = 100, 500
 LONGEST_TASK_MS = 100
 SCREENS = (("light", 1400), ("dark", 390))
 """A wide screen, and a phone at night."""
-PICTURED = {"lineage"}
-"""Pages of which docs/images has pictures."""
+PICTURED, REAL_PICTURED = {"lineage"}, {"run", "tokens"}
+"""Pages of which docs/images has pictures: of a synthetic lifecycle, and of the quickstart's."""
 MAX_CLICKS = 7
 CLICKS = """addEventListener("click", event => {
     if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
@@ -143,6 +144,9 @@ def paths(output: Path) -> dict[str, str]:
         "run": f"/runs/{run}",
         "ledgers": "/rollouts",
         "rollouts": f"/rollouts/{policy[:12]}",
+        "tokens": f"/rollouts/{policy[:12]}/tokens?iteration=1&row=7&by=kl",
+        "extremes": f"/rollouts/{policy[:12]}/extremes?iteration=1&by=kl",
+        "by prompt": f"/rollouts/{policy[:12]}?order=prompt",
         "diff": f"/rollouts/{policy[:12]}/diff?first=0&second=1",
         "review": "/review",
         "question": f"/review/{session.name}",
@@ -177,6 +181,85 @@ def test_every_page_fits_its_screen_and_passes_axe(
         if scheme == "light" and name in PICTURED:
             picture(window, name)
     assert httpx.get(f"{address}{error}").status_code == 400
+
+
+def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str, output: Path, window: Page) -> None:
+    policy = find("ppo-read", open_lineage_store(output, None)).sha256[:12]
+    window.goto(f"{address}/rollouts/{policy}")
+    window.get_by_text("200 rollouts").wait_for()
+    window.locator(".spread a").first.click()
+    window.wait_for_url("**iteration=0&min=*")
+    count = int(window.get_by_role("status").inner_text().split()[0])
+    assert 0 < count < 200
+    assert window.locator("article").count() == min(count, 50)
+    window.get_by_label("Search").fill("reply 0")
+    window.keyboard.press("Enter")
+    window.wait_for_url("**text=reply+0*")
+    window.get_by_role("link", name="Tokens of iteration 0").first.click()
+    tokens = window.locator("#tokens")
+    tokens.focus()
+    window.keyboard.press("ArrowRight")
+    assert "token 1: log-probability -1.000, KL to the reference" in window.locator("#token").inner_text()
+    window.get_by_role("link", name="advantage").click()
+    window.wait_for_url("**by=advantage")
+    assert "p4" in str(window.locator("#t0").get_attribute("class"))
+
+
+def test_curves_have_axes_values_and_choices_in_the_address(output: Path, window: Page, tmp_path: Path) -> None:
+    whole = Path(shutil.copytree(output, tmp_path / "run", symlinks=True))
+    points = [{"sft/loss": 4.0 - n / 10, "sft/heldout_loss": 4.2 - n / 10} for n in range(30)]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run_at_work, whole, "sft", points).result()
+    with run_lock(whole, "live-1"):
+        process, address = started(whole)
+        try:
+            window.goto(f"{address}/runs/live-1?smooth=0.5")
+            curve = window.get_by_role("figure", name="loss (nats a token) of sft: 4 to 1.1 at step 29")
+            curve.locator("canvas").wait_for()
+            # Smoothed curves stand beside the values.
+            legend = curve.locator(".u-series")
+            assert legend.count() == 5
+            curve.locator(".u-over").hover()
+            assert re.search(r"\d\.\d", legend.nth(2).inner_text())
+            window.get_by_label("logarithmic").check()
+            window.wait_for_url("**log=1")
+            window.get_by_label("Beside").select_option(index=1)
+            window.wait_for_url("**with=*")
+            window.wait_for_load_state("networkidle")
+        finally:
+            window.close()
+            process.kill()
+            process.wait()
+
+
+REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart"))
+"""A finished quickstart, of which the pictures in docs/images are made."""
+
+
+@pytest.mark.skipif(not (REAL / "report.html").is_file(), reason=f"no run in {REAL}: make demo makes it")
+def test_a_real_run_and_its_report_fit_a_phone(window: Page) -> None:
+    store = open_lineage_store(REAL, None)
+    policy = find("ppo-2", store).sha256[:12]
+    run = next(iter(reversed(view(REAL).runs)))
+    process, address = started(REAL)
+    tokens = f"/rollouts/{policy}/tokens?iteration=13&row=3&by=kl"
+    pages = {"front": f"{address}/", "run": f"{address}/runs/{run}", "tokens": f"{address}{tokens}"}
+    pages |= {"rewards": f"{address}/rollouts/{policy}", "evaluations": f"{address}/evaluations"}
+    pages |= {"report": (REAL / "report.html").as_uri()}
+    try:
+        for width in (390, 1400):
+            window.set_viewport_size({"width": width, "height": 900})
+            for name, page in pages.items():
+                window.goto(page)
+                window.wait_for_load_state("networkidle")
+                wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+                assert wide <= 0, (name, width, wide)
+                if width == 1400 and name in REAL_PICTURED:
+                    picture(window, name)
+        window.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_person_judges_with_keys_alone(address: str, output: Path, window: Page) -> None:

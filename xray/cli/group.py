@@ -87,8 +87,8 @@ def command_of(name: str, plug: Plug) -> Command:
 def described(name: str) -> TyperCommand:
     """A command without its parameters, from the source of its module."""
     try:
-        found = importlib.util.find_spec(COMMANDS.module(_module(name)))
-        body = ast.parse(Path(found.origin).read_bytes()).body if found and found.origin else []
+        spec = importlib.util.find_spec(COMMANDS.module(_module(name)))
+        body = ast.parse(Path(spec.origin).read_bytes()).body if spec and spec.origin else []
     except Exception as error:  # of a package that is imported to find its module
         return TyperCommand(name, help=f"cannot be read: {type(error).__name__}", rich_help_panel=OTHERS)
     values = dict(_texts(body))

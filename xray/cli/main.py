@@ -8,15 +8,28 @@ import typer
 
 from xray.cli.group import Commands
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+
+FIRST = """X-ray: the whole life of an RLHF model as one auditable workflow.
+
+  xray run configs/quickstart.yaml      train, evaluate and register a model; the same command resumes it
+  xray studio --output DIR              what came of it, as pages: curves, rollouts, evaluations, lineage
+  xray plan CONFIG                      where models go and what memory they need, before a run
+  xray promote --output DIR             make the candidate the champion, if every gate passes
+  xray serve --output DIR               serve the champion, OpenAI-compatible
+
+xray --help lists all commands; xray COMMAND --help explains one. Tutorial: docs/tutorial.md, tables: docs/glance.md."""
+"""The text that `xray` alone prints."""
 
 
-@app.callback()
-def _root() -> None:
+@app.callback(invoke_without_command=True)
+def _root(ctx: typer.Context) -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
     from xray_runtime.kernel.processes import tighten_umask
 
     tighten_umask()
+    if ctx.invoked_subcommand is None:
+        typer.echo(FIRST)
 
 
 def main() -> None:

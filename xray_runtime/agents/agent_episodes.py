@@ -104,10 +104,10 @@ class AgentEpisodes:
         planned = self.planned(batch)
         self._replays.sample_again(batch.version, [(episode.rollout, episode.row) for episode in planned])
         with ThreadPoolExecutor(min(self._config.concurrency, len(planned))) as threads:
-            found = list(threads.map(partial(self._play, batch.version, batch.number), planned))
+            played = list(threads.map(partial(self._play, batch.version, batch.number), planned))
         if batch.keep:
-            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, found, strict=True)}
-        return self.rollout(planned, found, batch.version)
+            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, played, strict=True)}
+        return self.rollout(planned, played, batch.version)
 
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
         return [
@@ -117,8 +117,8 @@ class AgentEpisodes:
             for row, task, seed, ids in batch.starts(self._stage)
         ]
 
-    def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
-        return rollout_of_records(planned, found, self._format.end_of_turn, version)
+    def rollout(self, planned: Sequence[Planned], played: Sequence[Played], version: int) -> Rollout:
+        return rollout_of_records(planned, played, self._format.end_of_turn, version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -212,8 +212,8 @@ class AgentEpisodes:
             self._begin_anew(planned, step, counts, "begun_anew")
         record = record_of(episode, outcome)
         record["counts"] |= {why: counts[why] for why in ANEW}
-        kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept)
+        kept_as = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
+        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept_as)
         self._journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])

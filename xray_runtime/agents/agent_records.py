@@ -107,19 +107,19 @@ def written_calls(calls: Sequence[PolicyCall]) -> list[dict[str, Any]]:
 
 def read_calls(record: Mapping[str, Any]) -> dict[str, PolicyCall]:
     """The calls of a record by key; without log-probabilities."""
-    written, found = {call["key"]: call for call in record["calls"]}, dict[str, PolicyCall]()
+    written, calls = {call["key"]: call for call in record["calls"]}, dict[str, PolicyCall]()
 
     def read(key: str) -> PolicyCall:
-        if key not in found:
+        if key not in calls:
             given = written[key]
             before = read(given["parent"]).tokens if given["parent"] is not None else []
             prompt, logprobs = before + given["prompt"], [0.0] * len(given["ids"])
-            found[key] = call_from_json(given | {"prompt": prompt, "logprobs": logprobs})
-        return found[key]
+            calls[key] = call_from_json(given | {"prompt": prompt, "logprobs": logprobs})
+        return calls[key]
 
     for key in written:
         read(key)
-    return found
+    return calls
 
 
 def agent_examples(record: Record, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
@@ -199,15 +199,15 @@ def agent_metrics(episodes: Rollout) -> dict[str, float]:
 
 
 def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[BranchRow]:
-    found = rows(episode.calls, frozenset(episode.record["trained"]))
+    branches = rows(episode.calls, frozenset(episode.record["trained"]))
     # A row must have a token; nothing learns from a row without a reward.
-    return found or [BranchRow(list(prompt), [end_of_turn], [0.0], [True])]
+    return branches or [BranchRow(list(prompt), [end_of_turn], [0.0], [True])]
 
 
 def _on_last(mask: list[bool], reward: float) -> list[float]:
     """The reward on the last sampled token."""
     placed = [0.0] * len(mask)
-    placed[max(place for place, own in enumerate(mask) if own)] = 0.0 if np.isnan(reward) else reward
+    placed[max(place for place, is_sampled in enumerate(mask) if is_sampled)] = 0.0 if np.isnan(reward) else reward
     return placed
 
 

@@ -32,27 +32,27 @@ class ReplayedEpisodes:
         records: Mapping[EpisodeKey, Record],
     ) -> None:
         self._generate, self._sampling, self._records = generate, sampling, records
-        self._calls = {place: read_calls(record) for place, record in records.items()}
+        self._calls = {key: read_calls(record) for key, record in records.items()}
 
     def sample_again(self, version: int, places: Iterable[EpisodeKey] | None = None) -> None:
         """Sample the calls of a version, which the generator holds; None: of all episodes."""
         samplings: dict[Sampling, list[tuple[EpisodeKey, PolicyCall]]] = {}
-        for place in self._calls if places is None else places:
-            for call in self._calls.get(place, {}).values():
+        for key_of_episode in self._calls if places is None else places:
+            for call in self._calls.get(key_of_episode, {}).values():
                 if call.is_trained and call.version == version:
-                    samplings.setdefault(replace(self._sampling, **call.options), []).append((place, call))
+                    samplings.setdefault(replace(self._sampling, **call.options), []).append((key_of_episode, call))
         for sampling, batch in samplings.items():
             seeds = np.array([call.seed for _, call in batch])
             prompts = PromptBatch(input_ids=Ragged.of(call.prompt for _, call in batch), seed=seeds)
             answer = self._generate(prompts, sampling, version)
             replies = zip(answer.response_ids, answer.rollout_logprobs, strict=True)
-            for (place, call), (ids, logprobs) in zip(batch, replies, strict=True):
-                self._calls[place][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
+            for (key_of_episode, call), (ids, logprobs) in zip(batch, replies, strict=True):
+                self._calls[key_of_episode][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
 
-    def played(self, place: EpisodeKey) -> Played | None:
+    def played(self, key: EpisodeKey) -> Played | None:
         """The episode at a place; None if it is not recorded."""
-        if place not in self._records:
+        if key not in self._records:
             return None
-        record, calls = self._records[place], self._calls[place]
+        record, calls = self._records[key], self._calls[key]
         written = [call | {"ids": calls[call["key"]].ids} for call in record["calls"]]
         return Played(record | {"calls": written}, list(calls.values()))

@@ -137,20 +137,20 @@ class Episodes:
     def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
         """The environments' answers to the last replies, or to the reset. Episodes that fail are left out."""
         keys = {episode.row: answer_key(name, episode.row, episode.replies) for episode in episodes}
-        found = {row: self._journal.entry(key) for row, key in keys.items()}
-        requests = {e.row: self._request(e) for e in episodes if found[e.row] is None}
+        entries = {row: self._journal.entry(key) for row, key in keys.items()}
+        requests = {e.row: self._request(e) for e in episodes if entries[e.row] is None}
         fresh = []
         for episode in episodes:
-            entry = found[episode.row]
+            entry = entries[episode.row]
             if entry is None:
                 entry = {"key": keys[episode.row], "source": "environment", "step": step}
                 entry |= _outcome(requests[episode.row])
                 fresh.append(entry)
-                found[episode.row] = entry
+                entries[episode.row] = entry
         # Written before use: an environment with a clock or a service would answer differently the next time.
         self._journal.write_entries(step, fresh)
         for episode in episodes:
-            entry = found[episode.row] or {}
+            entry = entries[episode.row] or {}
             episode.answers.append({name: entry[name] for name in ("answer", "failure") if name in entry})
             if "failure" in entry:
                 log.warning("%s, row %d: %s", name, episode.row, entry["failure"])

@@ -123,7 +123,7 @@ class AgentEpisode:
         self._check_size(request)
         options, keys = self._options(request), list[str]()
         pending = asyncio.ensure_future(self._answer(request, options, keys))
-        # A call whose client went away is awaited by nobody; this marks its error as seen.
+        # Nothing awaits a call whose client disconnected; this marks its error as retrieved.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
         return pending
@@ -233,12 +233,12 @@ class AgentEpisode:
             options["max_new_tokens"] = request.max_tokens
         return options | ({"stop": request.stop} if request.stop else {})
 
-    def _check_limits(self, request: Request, place: CallPosition, sampling: Sampling) -> None:
+    def _check_limits(self, request: Request, position: CallPosition, sampling: Sampling) -> None:
         limits = self._limits
-        if len(place.prompt) + sampling.max_new_tokens > limits.context:
+        if len(position.prompt) + sampling.max_new_tokens > limits.context:
             raise RefusedError(
-                f"the prompt's {len(place.prompt)} tokens and a reply of {sampling.max_new_tokens} are more than the "
-                f"context's {limits.context}",
+                f"the prompt's {len(position.prompt)} tokens and a reply of {sampling.max_new_tokens} are more than "
+                f"the context's {limits.context}",
                 code="context_length_exceeded",
             )
         if self.counts["calls"] + request.n > limits.max_calls:
@@ -251,22 +251,22 @@ class AgentEpisode:
             self._check_open()
         self.counts["calls"] += request.n
 
-    def _take_keys(self, place: CallPosition, request: Request) -> list[str]:
-        first = place.key(self.name, request, 0)
+    def _take_keys(self, position: CallPosition, request: Request) -> list[str]:
+        first = position.key(self.name, request, 0)
         begun = self._begun.get(first, 0)
         self._begun[first] = begun + request.n
-        return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
+        return [position.key(self.name, request, begun + choice) for choice in range(request.n)]
 
     async def _answer(self, request: Request, options: dict[str, Any], keys: list[str]) -> list[AgentReply]:
         sampling = replace(self._policy.sampling, **options)
         # One after another: calls have places in the order in which they arrived.
         async with self._placing:
             self._check_open()
-            place = await in_thread(self._tree.place, request)
-            self._check_limits(request, place, sampling)
-            keys += self._take_keys(place, request)
+            position = await in_thread(self._tree.place, request)
+            self._check_limits(request, position, sampling)
+            keys += self._take_keys(position, request)
         calls = await asyncio.gather(
-            *(self._sampled(key, place, sampling, options, not request.biases) for key in keys)
+            *(self._sampled(key, position, sampling, options, not request.biases) for key in keys)
         )
         fresh = [call for call in calls if call.key not in self._known]
         if fresh:
@@ -282,22 +282,22 @@ class AgentEpisode:
         return replies
 
     async def _sampled(
-        self, key: str, place: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
+        self, key: str, position: CallPosition, sampling: Sampling, options: dict[str, Any], is_trained: bool
     ) -> PolicyCall:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
-        found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
-        parent = place.parent.key if place.parent else None
-        return PolicyCall(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
+        sampled = await self._policy.sampler.sample(position.prompt, seed, sampling, self._policy.version)
+        parent = position.parent.key if position.parent else None
+        return PolicyCall(key, parent, position.prompt, seed, *sampled, is_trained, options, position.messages)
 
     def _reply(self, call: PolicyCall, request: Request) -> AgentReply:
         is_chat = request.prompt is None
         text = self._policy.chat_format.texts([call.ids])[0] if is_chat else self._policy.decode(call.ids)
         text = before_stop(text, request.stop)
         reasoning, text = split_reasoning(text) if is_chat else (None, text)
-        rest, found = read_calls(text) if request.tools and request.calls_tools else (text, [])
-        named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(found)]
+        rest, calls = read_calls(text) if request.tools and request.calls_tools else (text, [])
+        named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(calls)]
         finish = "tool_calls" if named else "stop" if call.ended else "length"
         return AgentReply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids), reasoning)
 

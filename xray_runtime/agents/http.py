@@ -171,9 +171,9 @@ class AgentApp:
 
 
 def _secret(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    found = dict(headers)
-    scheme, _, key = found.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else found.get(b"x-api-key", b"")
+    named = dict(headers)
+    scheme, _, key = named.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else named.get(b"x-api-key", b"")
 
 
 async def _body(receive: Receive) -> bytes:

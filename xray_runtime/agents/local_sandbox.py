@@ -83,7 +83,7 @@ class LocalSandbox:
             request["gateway"] = [gateway.hostname, gateway.port]
         number, answer = self._worker.run(request)
         started.runs[number] = answer
-        return then(answer, lambda found: Ended(**found))
+        return then(answer, lambda ended: Ended(**ended))
 
     def stop(self, name: str) -> None:
         with self._lock:

@@ -57,8 +57,8 @@ def _messages(message: Any) -> Iterator[dict[str, Any]]:
         elif kind not in UNREAD:
             texts.append(text_of("messages", [block], ("text",)))
     if texts or calls:
-        found = {"role": message.get("role"), "content": "\n".join(texts)}
-        yield found | ({"tool_calls": calls} if calls else {})
+        plain = {"role": message.get("role"), "content": "\n".join(texts)}
+        yield plain | ({"tool_calls": calls} if calls else {})
 
 
 def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:

@@ -65,6 +65,6 @@ def outcome_of_command(ended: Ended) -> Outcome:
 
 def then(future: Future[T], function: Callable[[T], U]) -> Future[U]:
     """The result of a function of a future's result; neither raises."""
-    found = Future[U]()
-    future.add_done_callback(lambda done: found.set_result(function(done.result())))
-    return found
+    result = Future[U]()
+    future.add_done_callback(lambda done: result.set_result(function(done.result())))
+    return result

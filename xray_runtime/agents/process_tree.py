@@ -20,23 +20,23 @@ def prctl(option: int, value: int) -> None:
 
 def children() -> dict[int, list[int]]:
     """Process → its children, of all processes."""
-    found: dict[int, list[int]] = {}
+    of_parent: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 # The name in parentheses may hold anything.
                 fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-                found.setdefault(int(fields[1]), []).append(int(name))
-    return found
+                of_parent.setdefault(int(fields[1]), []).append(int(name))
+    return of_parent
 
 
 def descendants(of: dict[int, list[int]], pid: int) -> Iterator[int]:
     """All descendants of a process, parents first; `of` as from `children`."""
     waiting = [pid]
     while waiting:
-        found = of.get(waiting.pop(), [])
-        yield from found
-        waiting += found
+        below = of.get(waiting.pop(), [])
+        yield from below
+        waiting += below
 
 
 def kill_trees(pids: Sequence[int]) -> None:
@@ -57,5 +57,5 @@ def kill_trees(pids: Sequence[int]) -> None:
 
 
 def _below(pids: Sequence[int]) -> list[int]:
-    found = children()
-    return [child for pid in pids for child in descendants(found, pid)]
+    of_parent = children()
+    return [child for pid in pids for child in descendants(of_parent, pid)]

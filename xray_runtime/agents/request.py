@@ -156,8 +156,8 @@ class RequestReader:
 
     def tools(self, tools: list[Any]) -> list[dict[str, Any]]:
         """Schemas of functions, in the form of Chat Completions. Raises ValueError."""
-        found = read_tools("the request", {"tools": tools})
-        for tool in found:
+        checked = read_tools("the request", {"tools": tools})
+        for tool in checked:
             function = tool.get("function")
             if (
                 tool.get("type") != "function"
@@ -165,7 +165,7 @@ class RequestReader:
                 or not isinstance(function.get("name"), str)
             ):
                 raise RefusedError(f"tools has {shown(tool)}, which is not supported; allowed: functions with a name")
-        return found
+        return checked
 
     def calls_tools(self, choice: Any) -> bool:
         """Whether calls in the reply are read. Raises RefusedError if one is demanded."""
@@ -188,7 +188,7 @@ class RequestReader:
         return replace(request, biases=biases)
 
     def _biases(self) -> dict[str, float | int]:
-        found: dict[str, float | int] = {}
+        biases: dict[str, float | int] = {}
         for name, neutral in {"temperature": self._temperature, **BIASING}.items():
             value = self.get(name, (int, float), neutral)
             off = name == "top_k" and value in (-1, 0)
@@ -198,22 +198,22 @@ class RequestReader:
                     raise RefusedError(f"{name} = {shown(value)} is not allowed: must be {limits}")
                 if name == "top_k" and value != int(value):
                     raise RefusedError(f"{name} = {value} is not allowed: must be a whole number")
-                found[name] = value
-        return found
+                biases[name] = value
+        return biases
 
 
 def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """(text without calls, calls) of a reply in the form of Hermes; a call that is not valid stays text."""
     calls = []
 
-    def take(found: Any) -> str:
+    def take(part: Any) -> str:
         try:
-            call = json.loads(found[1])
+            call = json.loads(part[1])
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return str(found[0])
+            return str(part[0])
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            return str(found[0])
+            return str(part[0])
         calls.append({"name": name, "arguments": arguments})
         return ""
 
@@ -223,7 +223,7 @@ def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """`text` up to the first of the texts `stop`."""
-    places = [place for place in map(text.find, stop) if place >= 0]
+    places = [index for index in map(text.find, stop) if index >= 0]
     return text[: min(places)] if places else text
 
 
@@ -231,12 +231,12 @@ def text_of(name: str, content: Any, kinds: Collection[str]) -> str:
     """Text, or the joined texts of content parts of these kinds."""
     if isinstance(content, str):
         return content
-    found = []
+    texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in kinds or not isinstance(part.get("text"), str):
             raise RefusedError(
                 f"{name} has a part of type {kind!r}, which is not supported; allowed: {', '.join(kinds)}"
             )
-        found.append(part["text"])
-    return "\n".join(found)
+        texts.append(part["text"])
+    return "\n".join(texts)

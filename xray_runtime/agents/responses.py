@@ -39,25 +39,25 @@ def _tool(tool: Any) -> Any:
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Items as messages; an assistant's text and the calls after it are one message, as they were one reply."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
-        last_is_own = bool(found) and found[-1]["role"] == "assistant"
+        last_is_own = bool(messages) and messages[-1]["role"] == "assistant"
         if kind == "message":
             message = {"role": item.get("role"), "content": text_of("input", item.get("content"), TEXTS)}
-            found.append(message)
+            messages.append(message)
         elif kind == "function_call":
             if not last_is_own:
-                found.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant", "content": ""})
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            found[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             content = text_of("input", item.get("output"), TEXTS)
-            found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         elif kind != "reasoning":
             raise RefusedError(f"input has an item of type {kind!r}, which is not supported")
-    return found
+    return messages
 
 
 def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:

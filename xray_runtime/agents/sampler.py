@@ -112,14 +112,14 @@ class BatchSampler:
                 raise self.failure
             seeds = np.array([waiting.seed for waiting in batch])
             rows = PromptBatch(input_ids=Ragged.of(waiting.prompt for waiting in batch), seed=seeds)
-            found = await asyncio.to_thread(self._generate, rows, batch[0].sampling, version)
+            replies = await asyncio.to_thread(self._generate, rows, batch[0].sampling, version)
         except Exception as error:
             self.failure = error
             for waiting in batch:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(GeneratorFailedError("the generator failed"))
             return
-        columns = zip(found.response_ids, found.rollout_logprobs, found.ended, strict=True)
+        columns = zip(replies.response_ids, replies.rollout_logprobs, replies.ended, strict=True)
         for waiting, (ids, logprobs, ended) in zip(batch, columns, strict=True):
             if not waiting.answer.done():  # its episode may have been closed
                 waiting.answer.set_result(Sampled(ids.tolist(), logprobs.tolist(), bool(ended), version))

@@ -116,9 +116,9 @@ class Tree:
         messages, digests = canonical(request.messages), _history(request, request.messages)
         # The last message is not the policy's, so a match always leaves one.
         for length in range(len(messages) - 1, 0, -1):
-            found = self._by_history.get(digests[length - 1])
-            if found:
-                parent, rest = found[0], request.messages[length:]
+            known = self._by_history.get(digests[length - 1])
+            if known:
+                parent, rest = known[0], request.messages[length:]
                 try:
                     observed = self._format.observations(rest, parent.ids[-1])
                 except ValueError:
@@ -127,9 +127,9 @@ class Tree:
                     parent, parent.tokens + observed, messages[length:], numbered(request.messages)[length:]
                 )
         first, *others = request.messages
-        whole = [first | ({"tools": request.tools} if request.tools else {}), *others]
-        [prompt] = self._format.prompts([whole])
-        return CallPosition(None, prompt, messages, numbered(whole))
+        history = [first | ({"tools": request.tools} if request.tools else {}), *others]
+        [prompt] = self._format.prompts([history])
+        return CallPosition(None, prompt, messages, numbered(history))
 
     def _place_completion(self, prompt: str | list[int]) -> CallPosition:
         if isinstance(prompt, list):
@@ -149,7 +149,7 @@ def canonical(messages: Messages) -> list[str]:
     """Each message as a text that is equal for messages that mean the same."""
     numbers: dict[Any, int] = {}
     names: dict[Any, Any] = {}
-    found = []
+    sorted_calls = []
     for message in messages:
         role, content = message["role"], message["content"]
         parts: list[Any] = [role, content.strip() if role == "assistant" else content]
@@ -162,8 +162,8 @@ def canonical(messages: Messages) -> list[str]:
         if role == "tool":
             id = message.get("tool_call_id")
             parts += [numbers.get(id, id), names.get(id, message.get("name"))]
-        found.append(json.dumps(parts, sort_keys=True, ensure_ascii=False))
-    return found
+        sorted_calls.append(json.dumps(parts, sort_keys=True, ensure_ascii=False))
+    return sorted_calls
 
 
 def numbered(messages: Messages) -> Messages:

@@ -67,7 +67,7 @@ class Spans:
             span.end()
 
     def close(self) -> None:
-        """Export what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
@@ -79,7 +79,7 @@ def note_request(span: Span, given: Any) -> None:
 
 
 def note_replies(span: Span, replies: Sequence[AgentReply]) -> None:
-    """Add what was answered."""
+    """Add the answer."""
     span.set_attribute("gen_ai.response.model", "policy")
     span.set_attribute("gen_ai.response.id", replies[0].id)
     span.set_attribute("gen_ai.response.finish_reasons", [reply.finish for reply in replies])

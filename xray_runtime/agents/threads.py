@@ -22,7 +22,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     """The result of a function that a thread calls.
 
     Raises:
-        ValueError: the request is refused, also if the function fails in a way that nobody thought of.
+        ValueError: the request is refused, even if the function fails unexpectedly.
     """
     try:
         return await asyncio.get_running_loop().run_in_executor(_THREADS, function, *arguments)

@@ -166,9 +166,9 @@ class _Worker:
         self._selector.unregister(door.fileno())
 
     def _check_limits(self) -> None:
-        found = children()
+        of_parent = children()
         for run in list(self._runs.values()):
-            limits, count = run.limits, 1 + len(list(descendants(found, run.pid)))
+            limits, count = run.limits, 1 + len(list(descendants(of_parent, run.pid)))
             if time.monotonic() - run.begun > limits["timeout_s"]:
                 self._break(run, f"it took longer than timeout_s = {limits['timeout_s']:g}")
             elif count > limits["processes"] + limits.get("extra_processes", 0):
@@ -274,10 +274,10 @@ def _exec(request: dict[str, Any], stdout: int, doors: tuple[socket.socket, sock
 def _load(name: str) -> Callable[[dict[str, Any]], Any]:
     """The function at an import path. Raises ValueError if it is not callable."""
     module, _, attribute = name.partition(":")
-    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), attribute)
-    if not callable(found):
-        raise ValueError(f"{name} is {found!r}: must be a function of a task")
-    return found
+    function: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), attribute)
+    if not callable(function):
+        raise ValueError(f"{name} is {function!r}: must be a function of a task")
+    return function
 
 
 def main() -> None:

@@ -150,7 +150,7 @@ def describe(name: str, early: Points, late: Points) -> str:
 def _pleased(
     early: Points, late: Points, source: str, judge: str, sign: float, bounds: Bounds, num_prompts: int
 ) -> bool:
-    """Whether a source rose, and a judge by less than the share of that which it should, each in its deviations."""
+    """Whether a source rose and a judge by less than the required share of that, each in standard deviations."""
     risen, stayed = _rise(early, late, source), _rise(early, late, judge)
     if risen is None or stayed is None:
         return False

@@ -1,6 +1,6 @@
 """Several sources of reward as one number a reply, and the moments to scale it by. Shapes: B replies.
 
-A score that failed is NaN, and so is the reward of its row: whoever reads rewards leaves such rows out, as if they were
+A score that failed is NaN, and so is the reward of its row: callers leave such rows out, as if they were
 absent. A source that does not apply to a row is another thing: it contributes nothing there.
 """
 

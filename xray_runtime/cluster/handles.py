@@ -85,7 +85,7 @@ class ModelProxy:
 def _sharded(rows: B, places: Sequence[np.ndarray]) -> Scattered[B]:
     shards: list[B | None] = [rows]
     if len(places) > 1:
-        shards = [rows.take(own) if len(own) else None for own in places]
+        shards = [rows.take(rows_of_replica) if len(rows_of_replica) else None for rows_of_replica in places]
     return Scattered([None if shard is None else _parcel(shard) for shard in shards], list(places))
 
 

@@ -127,8 +127,8 @@ class HealthMonitor:
         # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
         behind = ranks_behind(at, limit)
-        waiting = at.keys() - behind if behind else {rank for rank, own in at.items() if own.waits_s}
-        if not failures and (behind or max((own.waits_s for own in at.values()), default=0.0) > limit):
+        waiting = at.keys() - behind if behind else {rank for rank, signs in at.items() if signs.waits_s}
+        if not failures and (behind or max((signs.waits_s for signs in at.values()), default=0.0) > limit):
             error = _CollectiveTimeoutError(f"given up after {limit:.0f} s")
             failures = dict.fromkeys(waiting, error)
         return failures
@@ -171,8 +171,8 @@ class HealthMonitor:
 
 def ranks_behind(at: Mapping[int, Heartbeat], limit_s: float) -> set[int]:
     """The ranks that have done less of the common work than others, and none of it for `limit_s`."""
-    most = max((own.common_parts for own in at.values()), default=0)
-    return {rank for rank, own in at.items() if own.common_parts < most and own.stands_s > limit_s}
+    most = max((signs.common_parts for signs in at.values()), default=0)
+    return {rank for rank, signs in at.items() if signs.common_parts < most and signs.stands_s > limit_s}
 
 
 def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:

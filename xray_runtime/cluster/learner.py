@@ -147,7 +147,7 @@ class Learner(PublishedChecks, Workhorse):
         assert self.engine is not None
         assert self.spec.training is not None
         layout = self.spec.training.engine
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        outputs: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             made = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
@@ -157,7 +157,7 @@ class Learner(PublishedChecks, Workhorse):
             if not batch.rows:
                 return value * 0.0
             num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
-            found[batch.number] = made.sums | {"computed_tokens": num_tokens}
+            outputs[batch.number] = made.sums | {"computed_tokens": num_tokens}
             finite = (
                 torch.stack([value.detach().float(), *(part.float() for part in made.sums.values())]).isfinite().all()
             )
@@ -169,7 +169,7 @@ class Learner(PublishedChecks, Workhorse):
             norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
                 deque(self._weights(head=True), maxlen=0)
-        in_order = [found[number] for number in sorted(found)] or [{}]
+        in_order = [outputs[number] for number in sorted(outputs)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
         return sums | {"grad_norm": norm}
 
@@ -209,8 +209,8 @@ class Learner(PublishedChecks, Workhorse):
 
     def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
         """Why a snapshot must not be loaded, if this rank finds it: it reads every `checkers`-th shard."""
-        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
-        return next((problem for problem in found if problem is not None), None)
+        problems = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in problems if problem is not None), None)
 
     def load_state(self, directory: Path) -> None:
         """Continue from a snapshot of `save_state`, written under any layout."""

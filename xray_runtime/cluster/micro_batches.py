@@ -71,8 +71,8 @@ def as_arrays(scores: Scores[torch.Tensor]) -> Scores:
 
     def array(tensor: torch.Tensor) -> np.ndarray:
         # Offsets are whole numbers.
-        found = tensor.detach() if tensor.dtype == torch.int64 else tensor.detach().float()
-        numbers: np.ndarray = found.cpu().numpy()
+        detached = tensor.detach() if tensor.dtype == torch.int64 else tensor.detach().float()
+        numbers: np.ndarray = detached.cpu().numpy()
         return numbers
 
     return cast("Scores", scores.map(array))

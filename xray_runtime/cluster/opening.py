@@ -103,7 +103,7 @@ def _open(
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)
     unloaded: list[WholeModelHandle] = []
     try:
-        found = acquisition.acquire()
+        workhorses = acquisition.acquire()
         workers: dict[str, list[WorkerInfo]] = {}
         for roles in _build_order(specs, where):
             builds = [
@@ -112,7 +112,7 @@ def _open(
                     runtime,
                     log_dir,
                     specs[role],
-                    found[role],
+                    workhorses[role],
                     requests[role].demand.num_replicas,
                     environment_digest(),
                     run_id,

@@ -28,10 +28,10 @@ def plain(error: Exception) -> Exception:
         if type(copy.deepcopy(error)) is type(error):
             return error
     kind: Any = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
-    found: Exception = kind(f"{type(error).__name__}: {cause_line(error)}")
+    copied: Exception = kind(f"{type(error).__name__}: {cause_line(error)}")
     for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
+        copied.add_note(note)
+    return copied
 
 
 def plain_errors(actor: K) -> K:

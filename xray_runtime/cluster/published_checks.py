@@ -36,7 +36,7 @@ class PublishedChecks:
         rows = TextBatch.of([row[:1] for row in tried], [row[1:] for row in tried])
         with torch.no_grad():
             passes = self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20))
-            scores = joined((batch, as_arrays(found)) for batch, found in passes)
+            scores = joined((batch, as_arrays(output)) for batch, output in passes)
         assert self.spec.training is not None
         precision = self.spec.training.resolved(self.device.type).engine.precision
         return precision, scores.ref_logprobs.values.tolist() if len(scores) else []

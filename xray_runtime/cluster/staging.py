@@ -68,8 +68,8 @@ class FileReceiver:
 
 def _model_files(directory: Path) -> list[Path]:
     """All files but those of a policy's ledger, which no model reads."""
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path.relative_to(directory).parts[0] != LEDGER)
 
 
 class FileStager:
@@ -129,7 +129,7 @@ class FileStager:
     def _copy(self, directory: Path) -> list[Path]:
         import ray
 
-        found = self.output_directories(directory)
+        directories = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in _model_files(directory) if ranks else []:
             with path.open("rb") as file:
@@ -139,11 +139,11 @@ class FileStager:
                     sent = ray.put(chunk)
                     name = path.relative_to(directory)
                     self._collect(
-                        [self._workhorses[r].append_chunk.remote(found[r] / name, sent) for r in ranks], ranks
+                        [self._workhorses[r].append_chunk.remote(directories[r] / name, sent) for r in ranks], ranks
                     )
                     if not (chunk := file.read(CHUNK_BYTES)):
                         break
-        return found
+        return directories
 
     def output_directories(self, directory: Path) -> list[Path]:
         """A directory for each rank to write files for `directory`, which `stage_out` copies here."""
@@ -154,18 +154,18 @@ class FileStager:
 
     def stage_out(self, written: list[Path], into: Path) -> dict[int, Path]:
         """Receiving rank → a new directory in `into` with a copy of its directory in `written`."""
-        found = {}
+        staged = {}
         for rank in self._receivers.values():
             workhorse = self._workhorses[rank]
             into.mkdir(parents=True, exist_ok=True)
-            copy = found[rank] = Path(tempfile.mkdtemp(prefix=".staged-", dir=into))
+            copy = staged[rank] = Path(tempfile.mkdtemp(prefix=".staged-", dir=into))
             for name, size in self._collect([workhorse.sizes.remote(written[rank])], [rank])[0].items():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 with (copy / name).open("wb") as file:
                     while file.tell() < size:
                         call = workhorse.read_chunk.remote(written[rank] / name, file.tell())
                         file.write(self._collect([call], [rank])[0])
-        return found
+        return staged
 
     def remove(self, directories: list[Path]) -> None:
         """Remove directories of `output_directories`."""
@@ -176,7 +176,7 @@ class FileStager:
 
 
 def _peers(places: Sequence[str | None]) -> list[tuple[int, int]]:
-    return [(places[:rank].count(place), places.count(place)) for rank, place in enumerate(places)]
+    return [(places[:rank].count(node), places.count(node)) for rank, node in enumerate(places)]
 
 
 def merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:

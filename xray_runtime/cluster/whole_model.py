@@ -145,8 +145,8 @@ class WholeModel:
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
         # Every rank has the same norm.
         sums["grad_norm"] = stats[0]["grad_norm"]
-        for rank, own in zip(self._reporting(), stats, strict=True):
-            if not all(math.isfinite(value) for name, value in own.items() if name != "grad_norm"):
+        for rank, statistics in zip(self._reporting(), stats, strict=True):
+            if not all(math.isfinite(value) for name, value in statistics.items() if name != "grad_norm"):
                 return sums | {"refused_by": float(rank)}
         return sums
 
@@ -173,8 +173,8 @@ class WholeModel:
         merged into their matrices, or as they are."""
         updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype, merged))
         # Ranks of a stage divide its buckets; generators load a layer at a time, and so want them in order.
-        placed = {(self._topology.stage(rank), b.place): b for rank, own in enumerate(updates) for b in own.buckets}
-        return replace(updates[0], buckets=tuple(placed[place] for place in sorted(placed)))
+        ranked = [((self._topology.stage(rank), b.place), b) for rank, one in enumerate(updates) for b in one.buckets]
+        return replace(updates[0], buckets=tuple(bucket for _, bucket in sorted(dict(ranked).items())))
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
@@ -195,7 +195,7 @@ class WholeModel:
         """Load a checkpoint, which differs from this generator's only in its weights, as `version`."""
         directories = self._stager.stage_in(directory)
         ranks = zip(self._workhorses, directories, strict=True)
-        self._get([w.load_checkpoint.remote(own, version) for w, own in ranks])
+        self._get([w.load_checkpoint.remote(path, version) for w, path in ranks])
 
     def follow(self, policy: WholeModelHandle, version: int) -> str | None:
         """Load `policy`'s weights as `version` into this generator, by the fastest transport between their devices.
@@ -252,22 +252,22 @@ class WholeModel:
 
         directories, peers = self._stager.output_directories(directory), self._stager.peers()
         ranks = list(zip(self._workhorses, directories, peers, strict=True))
-        self._get([w.begin_save.remote(own, *peer) for w, own, peer in ranks])
-        written = self._get([w.save.remote(own, head_file) for w, own, _ in ranks])
+        self._get([w.begin_save.remote(path, *peer) for w, path, peer in ranks])
+        written = self._get([w.save.remote(path, head_file) for w, path, _ in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
-            own_ranks = [r for r, own in enumerate(directories) if own == directories[rank]]
+            own_ranks = [r for r, path in enumerate(directories) if path == directories[rank]]
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
         if (training := cast("ModelSpec", self._spec).training) is not None and training.lora is not None:
             adapters = self.export_weights(0, merged=False), directory / ADAPTER
             save_adapter(*adapters, training.lora, self._spec.directory)
-        here = [rank for rank, own in enumerate(directories) if own == directory]
-        self._check_saved(directory, head_file, {n: d for own in written for n, d in own.items()}, here)
+        here = [rank for rank, path in enumerate(directories) if path == directory]
+        self._check_saved(directory, head_file, {n: d for part in written for n, d in part.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():
             calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
-            digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
+            digests = {name: sha256 for part in self._get(calls, here) for name, sha256 in part.items()}
             write_digests(directory, directory, digests)
 
     def _check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], here: list[int]) -> None:
@@ -284,7 +284,7 @@ class WholeModel:
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""
         directories = self._stager.output_directories(directory)
-        self._get([w.save_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
+        self._get([w.save_state.remote(path) for w, path in zip(self._workhorses, directories, strict=True)])
         for copy in self._stager.stage_out(directories, directory).values():
             shutil.copytree(copy, directory, dirs_exist_ok=True)
             shutil.rmtree(copy)
@@ -295,8 +295,8 @@ class WholeModel:
         its shards."""
         directories = self._stager.stage_in(directory)
         ranks = zip(self._workhorses, directories, self._stager.peers(), strict=True)
-        checks = [w.check_state.remote(own, *peer) for w, own, peer in ranks]
-        problem = next((found for found in self._get(checks) if found is not None), None)
+        checks = [w.check_state.remote(path, *peer) for w, path, peer in ranks]
+        problem = next((text for text in self._get(checks) if text is not None), None)
         if problem is not None:
             self._stager.forget(directory)
         return problem
@@ -304,7 +304,7 @@ class WholeModel:
     def load_state(self, directory: Path) -> None:
         """Continue from a snapshot that `check_state` found sound."""
         directories = self._stager.stage_in(directory)
-        self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
+        self._get([w.load_state.remote(path) for w, path in zip(self._workhorses, directories, strict=True)])
         self._stager.forget(directory)
 
     def _check_finite(self, answers: Sequence[ColumnBatch], ranks: Iterable[int]) -> None:

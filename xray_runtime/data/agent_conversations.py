@@ -13,20 +13,20 @@ def in_order(record: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]
     children: dict[str | None, list[dict[str, Any]]] = {}
     for call in sorted(record["calls"], key=lambda call: str(call["key"])):
         children.setdefault(call["parent"], []).append(call)
-    waiting = [(call, place > 0) for place, call in enumerate(children.get(None, []))][::-1]
+    waiting = [(call, number > 0) for number, call in enumerate(children.get(None, []))][::-1]
     while waiting:
         call, begins = waiting.pop()
         yield call, begins
-        waiting += [(child, place > 0) for place, child in enumerate(children.get(call["key"], []))][::-1]
+        waiting += [(child, number > 0) for number, child in enumerate(children.get(call["key"], []))][::-1]
 
 
 def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> list[dict[str, Any]]:
     """The calls, numbered from 1; `after` is the call that each continues. `version` is of the policy that sampled."""
     numbers: dict[str | None, int | None] = {None: None}
-    found = []
+    messages = []
     for number, (call, begins) in enumerate(in_order(record), start=1):
         numbers[call["key"]] = number
-        found.append(
+        messages.append(
             {
                 "call": number,
                 "after": numbers[call["parent"]],
@@ -39,7 +39,7 @@ def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], 
                 "in_loss": call["key"] in record["trained"],
             }
         )
-    return found
+    return messages
 
 
 def conversation_text(record: Mapping[str, Any], calls: list[dict[str, Any]]) -> str:

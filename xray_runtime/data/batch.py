@@ -212,9 +212,9 @@ class Scores(ColumnBatch[A]):
 
     def by_role(self: Scores, role: str) -> np.ndarray:
         """The scores [B] of a branch."""
-        found = self.others[role]
-        assert isinstance(found, np.ndarray)
-        return found
+        scores = self.others[role]
+        assert isinstance(scores, np.ndarray)
+        return scores
 
 
 KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
@@ -224,7 +224,7 @@ KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBat
 class StepTotals:
     """Counts over all micro-batches and ranks of an optimizer step, and values that all of them share.
 
-    A loss that is divided by a count that nobody gave is NaN, and engines skip such a step.
+    A loss divided by a missing count is NaN, and engines skip such a step.
     """
 
     tokens: float = math.nan

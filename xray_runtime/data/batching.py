@@ -52,8 +52,8 @@ def packed_micro_batches(
     batches: list[list[int]] = []
     room = 0
     for group in groups.values():
-        whole = shared[group[0]] + sum(lengths[i] - shared[i] for i in group)
-        begins = not batches or room < whole <= max_tokens
+        num_tokens = shared[group[0]] + sum(lengths[i] - shared[i] for i in group)
+        begins = not batches or room < num_tokens <= max_tokens
         new = True
         for i in group:
             tokens = lengths[i] - (0 if new else shared[i])
@@ -122,8 +122,8 @@ def _network(values: np.ndarray, num_rows: int, keys: list[np.uint64]) -> np.nda
             y = (y + _mixed(x, key)) % height
         else:
             x = (x + _mixed(y, key)) % np.uint64(width)
-    found: np.ndarray = y * np.uint64(width) + x
-    return found
+    mixed: np.ndarray = y * np.uint64(width) + x
+    return mixed
 
 
 def _mixed(half: np.ndarray, key: np.uint64) -> np.ndarray:

@@ -98,10 +98,10 @@ class ChatFormat:
         rendered = self._template.render(turns, False)
         if 1 not in rendered.places:
             refuse(turns, 1, "leaves out what {} says")
-        found = self.control.find(rendered.text[rendered.places[1][1] :])
-        if not found:
+        tokens = self.control.find(rendered.text[rendered.places[1][1] :])
+        if not tokens:
             refuse(turns, 1, "ends what {} says with no special token, so nothing would stop a reply")
-        return found[0][2]
+        return tokens[0][2]
 
     @cached_property
     def _earlier(self) -> tuple[dict[str, Any], str]:
@@ -215,33 +215,33 @@ class ChatFormat:
         conversation, number, style = [*prompt, reply], len(prompt), self._template.reasoning
         reasoning, _ = self._template.parts(reply)
         before = self._template.render(prompt, True).text if prompt else ""
-        whole = self._template.render(conversation, False, sampled=sampled)
+        rendered = self._template.render(conversation, False, sampled=sampled)
         if reasoning and style is None:
             refuse(conversation, number, f"leaves out {KEY} of {{}}: use one that writes it, as chatml does")
         if reasoning and style is not None:
             if CLOSE in reasoning or style.close in reasoning:
                 where = f"{KEY} of message {number + 1} (assistant)"
                 raise ValueError(f"{where} contains {style.close}, where it would end")
-            if style.key is not None and number + OF_REASONING not in whole.places:
+            if style.key is not None and number + OF_REASONING not in rendered.places:
                 refuse(conversation, number, f"leaves out {KEY} of {{}}")
         begun, block = before, ""
         if style is not None and style.key is None:
             begun = before.removesuffix(style.opened)
             block = f"{reasoning or ''}\n{self.control.named(style.close)}\n\n"
-        if not whole.text.startswith(begun):
-            same = _common_length(begun, whole.text)
-            ends, begins = (self.control.spelled(text[same:])[:40] for text in (begun, whole.text))
+        if not rendered.text.startswith(begun):
+            same = _common_length(begun, rendered.text)
+            ends, begins = (self.control.spelled(text[same:])[:40] for text in (begun, rendered.text))
             refuse(conversation, number, f"begins {{}} with {begins!r} in a row, and with {ends!r} in a prompt")
-        written = [end for slot, (_, end) in whole.places.items() if slot % OF_REASONING == number]
-        end = self._end_of(conversation, whole.text, max([len(begun), *written]))
-        return _Reply(before, block + whole.text[len(begun) : end], whole.text[end:])
+        written = [end for slot, (_, end) in rendered.places.items() if slot % OF_REASONING == number]
+        end = self._end_of(conversation, rendered.text, max([len(begun), *written]))
+        return _Reply(before, block + rendered.text[len(begun) : end], rendered.text[end:])
 
     def _end_of(self, conversation: Messages, text: str, at: int) -> int:
         """The end of the turn that `text` ends with, whose message's own texts end at `at`."""
-        found = self.control.find(text[at:])
-        ends = [end for _, end, number in found if number == self.end_of_turn]
+        tokens = self.control.find(text[at:])
+        ends = [end for _, end, number in tokens if number == self.end_of_turn]
         # Some templates end a turn with calls otherwise.
-        ends += [end for _, end, _ in found[-1:]]
+        ends += [end for _, end, _ in tokens[-1:]]
         if not ends:
             what = "ends what {} says with no special token, so nothing would stop a reply"
             refuse(conversation, len(conversation) - 1, what)

@@ -66,8 +66,8 @@ class ColumnBatch(Generic[A]):
     @classmethod
     def declared(cls) -> dict[str, Column]:
         """The columns that such a batch may have."""
-        found = (vars(kind).get(each.name) for each in fields(cls) for kind in cls.__mro__)
-        return {column.name: column for column in found if isinstance(column, Column)}
+        values = (vars(kind).get(each.name) for each in fields(cls) for kind in cls.__mro__)
+        return {column.name: column for column in values if isinstance(column, Column)}
 
     def columns(self) -> dict[str, A | Ragged[A]]:
         """Name → values, of the columns that there are."""
@@ -106,8 +106,8 @@ class ColumnBatch(Generic[A]):
 
     def on_wire(self) -> Self:
         """The columns that are sent to models."""
-        kept = {name for name, column in self.declared().items() if column.wire}
-        return self.of_columns(self.pick(*kept, *self.others))
+        wired = {name for name, column in self.declared().items() if column.wire}
+        return self.of_columns(self.pick(*wired, *self.others))
 
     def map(self, function: Callable[[A], B]) -> ColumnBatch[B]:
         """A batch of the same kind with `function` of every array."""

@@ -63,26 +63,26 @@ class ControlTokens:
     def named(self, text: str, spare: dict[str, str] | None = None) -> str:
         """`text` with every spelled token replaced by its name, or by its name in `spare`."""
         names = self.names if spare is None else spare
-        return self._spelled.sub(lambda found: names[found.group()], text)
+        return self._spelled.sub(lambda match: names[match.group()], text)
 
     def spelled(self, text: str) -> str:
         """`text` with every name replaced by its token."""
         tokens = {name: token for token, name in self.names.items()}
-        return self._named.sub(lambda found: tokens[found.group()], text)
+        return self._named.sub(lambda match: tokens[match.group()], text)
 
     def name_of(self, number: int) -> str:
         """The name of the token with this id."""
-        return next(name for name, own in self._id_of_name.items() if own == number)
+        return next(name for name, known in self._id_of_name.items() if known == number)
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """(start, end, id) of every name in `text`."""
-        return [(found.start(), found.end(), self._id_of_name[found.group()]) for found in self._named.finditer(text)]
+        return [(match.start(), match.end(), self._id_of_name[match.group()]) for match in self._named.finditer(text)]
 
     def encode(self, texts: list[str]) -> list[Encoded]:
         """Encodes texts in which only names become control tokens."""
-        found = self._backend.encode_batch(texts, add_special_tokens=False)
-        offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in found]
-        return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(found, offsets, strict=True)]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in encodings]
+        return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(encodings, offsets, strict=True)]
 
 
 def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:

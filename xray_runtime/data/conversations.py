@@ -55,13 +55,13 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
         prompt = example.prompt
         if not example.has_reply:
             continue
-        found = next((one for one in open_ones if prompt[: len(one.messages)] == one.messages), None)
-        if found is None:
-            found = Conversation([], [], [])
-            open_ones.append(found)
-        found.replies.append(len(prompt))
-        found.ids.append(example.id)
-        found.messages = [*prompt, example.reply]
+        conversation = next((one for one in open_ones if prompt[: len(one.messages)] == one.messages), None)
+        if conversation is None:
+            conversation = Conversation([], [], [])
+            open_ones.append(conversation)
+        conversation.replies.append(len(prompt))
+        conversation.ids.append(example.id)
+        conversation.messages = [*prompt, example.reply]
     yield from open_ones
 
 

@@ -81,8 +81,8 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error
     if not callable(function):
         raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
-    found: Callable[..., Any] = function
-    return found
+    checked: Callable[..., Any] = function
+    return checked
 
 
 class FormError(ValueError):
@@ -100,8 +100,8 @@ def score_list(answer: Any, num_replies: int) -> list[Any]:
     # A generator may never end.
     scores = list(islice(answer, num_replies + 1))
     if len(scores) != num_replies:
-        found = f"more than {num_replies}" if len(scores) > num_replies else len(scores)
-        raise FormError(f"must return one number per reply; for {num_replies} replies it returned {found}")
+        count = f"more than {num_replies}" if len(scores) > num_replies else len(scores)
+        raise FormError(f"must return one number per reply; for {num_replies} replies it returned {count}")
     for score in scores:
         if isinstance(score, str | bytes) or (isinstance(score, Iterable) and getattr(score, "ndim", 1) != 0):
             raise FormError(f"must return a list of numbers; {shown(score)} is in it")

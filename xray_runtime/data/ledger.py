@@ -173,7 +173,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             **{name: row[name] for name in ("iteration", "row", "round")},
             "prompt_row": row["prompt"],
             "prompt": prompts[number],
-            **_shown_reply(replies[number] if (found := calls[number]) is None else found[1], is_episode),
+            **_shown_reply(replies[number] if (called := calls[number]) is None else called[1], is_episode),
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
             "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
@@ -182,7 +182,7 @@ def readable(table: pa.Table, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
             **({"drawn": row["drawn"]} if "drawn" in row else {}),
-            **({} if found is None else {"calls": found[0]}),
+            **({} if called is None else {"calls": called[0]}),
         }
 
 

@@ -90,89 +90,89 @@ def read_tools(where: object, record: Mapping[str, Any]) -> list[dict[str, Any]]
     return tools
 
 
-def _message(place: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bool | None]:
+def _message(where: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {type_of(value)}; allowed: an object with role and content")
+        raise ValueError(f"{where} is {type_of(value)}; allowed: an object with role and content")
     given = without_nulls(value)
     if "from" in given:
-        given = _from_sharegpt(place, given)
-    role = _role(place, given)
-    refuse_keys(place, given, REFUSED_KEYS)
+        given = _from_sharegpt(where, given)
+    role = _role(where, given)
+    refuse_keys(where, given, REFUSED_KEYS)
     for name, neutral in NEUTRAL.items():
         if given.get(name, neutral) != neutral:
-            raise ValueError(f"{place}: {name} is {shown(given[name])}; allowed: {neutral!r}")
-    learned = is_learned(place, given)
+            raise ValueError(f"{where}: {name} is {shown(given[name])}; allowed: {neutral!r}")
+    learned = is_learned(where, given)
     if learned and role != "assistant":
-        raise ValueError(f"{place} is to be learned and of role {role!r}; only the assistant's messages are learned")
-    calls = _tool_calls(place, given.get("tool_calls") or [])
-    text, reasoning = _texts(place, given, unread)
+        raise ValueError(f"{where} is to be learned and of role {role!r}; only the assistant's messages are learned")
+    calls = _tool_calls(where, given.get("tool_calls") or [])
+    text, reasoning = _texts(where, given, unread)
     if role != "assistant" and (calls or reasoning):
         what = "tool_calls" if calls else "reasoning"
-        raise ValueError(f"{place} has {what} and role {role!r}; allowed: assistant")
+        raise ValueError(f"{where} has {what} and role {role!r}; allowed: assistant")
     if text is None and not calls and not reasoning:
-        raise ValueError(f"{place}: content is missing; its keys are {', '.join(sorted(map(str, value))) or '(none)'}")
-    of_tool = {name: _text(place, name, given[name]) for name in OF_TOOLS if name in given and role == "tool"}
+        raise ValueError(f"{where}: content is missing; its keys are {', '.join(sorted(map(str, value))) or '(none)'}")
+    of_tool = {name: _text(where, name, given[name]) for name in OF_TOOLS if name in given and role == "tool"}
     unread.add_message_keys(given.keys() - READ - of_tool.keys())
     return reply_message(text or "", calls, reasoning) | {"role": role} | of_tool, learned
 
 
-def _role(place: str, given: Mapping[str, Any]) -> str:
+def _role(where: str, given: Mapping[str, Any]) -> str:
     role = given.get("role")
     role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise ValueError(f"{place}: role is {shown(role)}; allowed: {', '.join(ROLES)}, developer")
+        raise ValueError(f"{where}: role is {shown(role)}; allowed: {', '.join(ROLES)}, developer")
     return str(role)
 
 
-def _from_sharegpt(place: str, given: dict[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(where: str, given: dict[str, Any]) -> dict[str, Any]:
     """A message of ShareGPT's with OpenAI's keys; others stay."""
     role, rest = given["from"], {key: value for key, value in given.items() if key not in ("from", "value")}
     called = role == CALLS
-    found: dict[str, Any] = {"role": "assistant" if called else role}
+    message: dict[str, Any] = {"role": "assistant" if called else role}
     if "value" in given:
         text = given["value"]
-        found |= (
-            {"tool_calls": _parsed(place, text) if isinstance(text, str) else text} if called else {"content": text}
+        message |= (
+            {"tool_calls": _parsed(where, text) if isinstance(text, str) else text} if called else {"content": text}
         )
-    for key, value in found.items():
+    for key, value in message.items():
         # Many files have both forms.
         other = (
             SAME_ROLE.get(rest[key], rest[key]) if key == "role" and isinstance(rest.get(key), str) else rest.get(key)
         )
         if key in rest and other != (SAME_ROLE.get(value, value) if key == "role" else value):
-            raise ValueError(f"{place}: {key} is {shown(rest[key])}, and ShareGPT's key says {shown(value)}")
-    return rest | found
+            raise ValueError(f"{where}: {key} is {shown(rest[key])}, and ShareGPT's key says {shown(value)}")
+    return rest | message
 
 
-def _parsed(place: str, text: str) -> Any:
+def _parsed(where: str, text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{place} is a text that cannot be read: {error}") from error
+        raise ValueError(f"{where} is a text that cannot be read: {error}") from error
 
 
-def _text(place: str, key: str, value: Any) -> str:
+def _text(where: str, key: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{place}: {key} is {type_of(value)}; allowed: text")
-    return checked_text(place, key, value)
+        raise ValueError(f"{where}: {key} is {type_of(value)}; allowed: text")
+    return checked_text(where, key, value)
 
 
-def _texts(place: str, given: Mapping[str, Any], unread: Unread) -> tuple[str | None, str | None]:
+def _texts(where: str, given: Mapping[str, Any], unread: Unread) -> tuple[str | None, str | None]:
     """(text of a message, its reasoning); None: there is none."""
     content = given.get("content")
-    found = [_text(place, key, given[key]) for key in REASONING if key in given]
+    texts = [_text(where, key, given[key]) for key in REASONING if key in given]
     if isinstance(content, list):
-        content, thought = _joined(place, content, unread)
-        found += [thought]
+        content, thought = _joined(where, content, unread)
+        texts += [thought]
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"{place}: content is {type_of(content)}; allowed: text, or a list of parts")
-    different = {text for text in found if text}
+        raise ValueError(f"{where}: content is {type_of(content)}; allowed: text, or a list of parts")
+    different = {text for text in texts if text}
     if len(different) > 1:
-        raise ValueError(f"{place} has {len(different)} different reasonings; allowed: one, in reasoning_content")
-    return None if content is None else checked_text(place, "content", content), next(iter(different), None)
+        raise ValueError(f"{where} has {len(different)} different reasonings; allowed: one, in reasoning_content")
+    return None if content is None else checked_text(where, "content", content), next(iter(different), None)
 
 
-def _joined(place: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
+def _joined(where: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
     """(text, reasoning) of content parts, one line each, as vLLM's server joins them for templates of plain text."""
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for part in parts:
@@ -181,35 +181,35 @@ def _joined(place: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
         of = "thinking" if kind in REASONING else "text"
         text = given.get(kind, given.get("text")) if of == "thinking" else None
         if isinstance(text, list):
-            text = _joined(place, text, unread)[0]
+            text = _joined(where, text, unread)[0]
         elif kind in TEXT_PARTS:
             text = given.get("text")
         if not isinstance(text, str):
             raise ValueError(
-                f"{place} has a content part of type {kind!r}, which is not supported; allowed: text, thinking; remove "
+                f"{where} has a content part of type {kind!r}, which is not supported; allowed: text, thinking; remove "
                 "such rows"
             )
         unread.add_message_keys(f"content.{key}" for key in given.keys() - {"type", "text", kind})
-        texts[of].append(checked_text(place, "content", text))
+        texts[of].append(checked_text(where, "content", text))
     return "\n".join(texts["text"]), "\n".join(texts["thinking"])
 
 
-def _tool_calls(place: str, calls: Any) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """The calls, with arguments as objects, which templates write as JSON."""
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{place}: tool_calls must have a function's name and arguments, not {shown(call)}")
+            raise ValueError(f"{where}: tool_calls must have a function's name and arguments, not {shown(call)}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            arguments = _parsed(f"{place}: arguments of {function['name']!r}", arguments or "{}")
+            arguments = _parsed(f"{where}: arguments of {function['name']!r}", arguments or "{}")
         if not isinstance(arguments, dict):
             raise ValueError(
-                f"{place}: arguments of {function['name']!r} are {shown(arguments)}; allowed: a JSON object"
+                f"{where}: arguments of {function['name']!r} are {shown(arguments)}; allowed: a JSON object"
             )
         about = call if "function" in call else {}
         found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
-    check_json(place, "tool_calls", found)
-    checked_text(place, "tool_calls", json.dumps(found, ensure_ascii=False))
+    check_json(where, "tool_calls", found)
+    checked_text(where, "tool_calls", json.dumps(found, ensure_ascii=False))
     return found

@@ -195,8 +195,8 @@ class Pairs(Sequence[P]):
             return [self[i] for i in range(*row.indices(len(self)))]
         if not -len(self) <= row < len(self):
             raise IndexError(f"{self._path}: there is no row {row}")
-        number, place = divmod(row % len(self), BATCH_ROWS)
-        return self._decoded(self._read(number).slice(place, 1))[0]
+        number, offset = divmod(row % len(self), BATCH_ROWS)
+        return self._decoded(self._read(number).slice(offset, 1))[0]
 
     def __iter__(self) -> Iterator[P]:
         for batch in self.batches():
@@ -249,9 +249,9 @@ def _written(name: str, values: list[Any]) -> list[Any]:
     return [None if value is None else _json(value) for value in values]
 
 
-def _read_back(found: dict[str, Any]) -> dict[str, Any]:
+def _read_back(row: dict[str, Any]) -> dict[str, Any]:
     """A message or a row without its nulls."""
-    return {name: json.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None}
+    return {name: json.loads(value) if name in AS_JSON else value for name, value in row.items() if value is not None}
 
 
 def _json(value: Any) -> str:

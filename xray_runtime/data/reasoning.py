@@ -22,8 +22,8 @@ BLOCK = re.compile(rf"\s*{OPEN}\n?(.*?)(?:\n?{CLOSE}\n{{0,2}}(.*)|\Z)", re.DOTAL
 
 def split_reasoning(text: str) -> tuple[str | None, str]:
     """(reasoning or None, answer) of a whole reply."""
-    found = BLOCK.fullmatch(text)
-    return (None, text) if found is None else (found[1], found[2] or "")
+    match = BLOCK.fullmatch(text)
+    return (None, text) if match is None else (match[1], match[2] or "")
 
 
 def with_reasoning(reasoning: str | None, answer: str) -> str:

@@ -57,7 +57,7 @@ def from_verdicts(
 ) -> tuple[list[LabelledReply], dict[str, float]]:
     """The two replies of each verdict (a line of judgements.jsonl) except skips, and counts. Verdicts on `held_out`
     prompts are dropped."""
-    found: list[LabelledReply] = []
+    replies: list[LabelledReply] = []
     counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
     for record in records:
         desirable = (DESIRABLE | RATED).get(record["verdict"])
@@ -68,10 +68,10 @@ def from_verdicts(
         elif len(desirable) == 2 and desirable[0] != desirable[1] and record["a"] == record["b"]:
             counts["dropped_same"] += 1
         else:
-            found += [
+            replies += [
                 LabelledReply(record["prompt"], record[side], d) for side, d in zip("ab", desirable, strict=False)
             ]
-    return found, counts
+    return replies, counts
 
 
 def encoded(labelled: Sequence[LabelledReply], tokenizer: Tokenizer) -> Replies:

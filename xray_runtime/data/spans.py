@@ -33,8 +33,8 @@ class SpanSet:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._ids: dict[str, int] = {}
-        found = [self.hashes(text) for text in texts]
-        self._all: Hashes = np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
+        hashes = [self.hashes(text) for text in texts]
+        self._all: Hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
 
     def hashes(self, text: str) -> Hashes:
         """Hashes of the spans of `text`; of a shorter text one hash of the whole, of a text without words none."""
@@ -46,11 +46,11 @@ class SpanSet:
 
     def found_in(self, texts: Iterable[str], wholes: Iterable[str] = ()) -> Hashes:
         """Which spans occur in `texts`, and which short texts equal one of `wholes`; both are streamed."""
-        found = [np.zeros(0, np.uint64)]
-        found += [self._of_ours(_windows(ids)) for ids in self._batches(texts)]
+        hashes = [np.zeros(0, np.uint64)]
+        hashes += [self._of_ours(_windows(ids)) for ids in self._batches(texts)]
         short = (ids for ids in map(self._known, wholes) if 0 < len(ids) < SPAN_WORDS and ids.all())
-        found.append(self._of_ours(np.fromiter(map(_hash_whole, short), np.uint64)))
-        return np.unique(np.concatenate(found))
+        hashes.append(self._of_ours(np.fromiter(map(_hash_whole, short), np.uint64)))
+        return np.unique(np.concatenate(hashes))
 
     def _batches(self, texts: Iterable[str]) -> Iterator[Hashes]:
         remaining = iter(texts)
@@ -87,8 +87,8 @@ def _windows(ids: Hashes) -> Hashes:
         part = ids[offset : offset + count]
         hashes = hashes * _BASE + part
         whole &= part != 0
-    found: np.ndarray = hashes[whole]
-    return found
+    windows: np.ndarray = hashes[whole]
+    return windows
 
 
 def _hash_whole(ids: Hashes) -> int:

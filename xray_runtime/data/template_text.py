@@ -82,9 +82,9 @@ class TemplateText:
             if not 0 <= start < answer:
                 continue
             close = self._control.spelled(text[start + len(reply[key]) : answer]).strip()
-            own = self._control.spelled(text[len(begun) : start]).strip() if text.startswith(begun) else ""
-            if own:
-                return ReasoningStyle(key, own, close, "")
+            thought = self._control.spelled(text[len(begun) : start]).strip() if text.startswith(begun) else ""
+            if thought:
+                return ReasoningStyle(key, thought, close, "")
             if tag is not None:
                 return ReasoningStyle(key, tag[0].strip(), close, self._control.named(tag[0]))
         if tag is None or self._control.named(self._apply([USER_TURN, ASSISTANT_TURN], None, False)).startswith(begun):
@@ -132,11 +132,11 @@ class TemplateText:
 
     def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template reads it."""
-        found = {key: value for key, value in message.items() if key not in ("tools", KEY)}
+        message_read = {key: value for key, value in message.items() if key not in ("tools", KEY)}
         reasoning, content = self.parts(message)
         if reasoning and self.reasoning is not None and self.reasoning.key is not None:
-            found[self.reasoning.key] = reasoning
-        return found | {"content": content}
+            message_read[self.reasoning.key] = reasoning
+        return message_read | {"content": content}
 
     def _marked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         """The message with words in place of its texts, and of control tokens elsewhere."""
@@ -181,7 +181,7 @@ class TemplateText:
         return {self._guard(k): self._guard(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     def _as_spelled(self, text: str) -> str:
-        return self._spare.sub(lambda found: self._spelled[found.group()], text)
+        return self._spare.sub(lambda match: self._spelled[match.group()], text)
 
     def _filled(self, skeleton: str, forms: list[str]) -> Rendered:
         text, *pieces = self._slots.split(self._as_spelled(skeleton))

@@ -30,8 +30,8 @@ class TextSet:
 
     def __contains__(self, text: str) -> bool:
         digests, digest = self._digests(), TextSet([text])._digests()
-        place = int(np.searchsorted(digests, digest)[0])
-        return place < len(digests) and bool(digests[place] == digest[0])
+        index = int(np.searchsorted(digests, digest)[0])
+        return index < len(digests) and bool(digests[index] == digest[0])
 
     def _digests(self) -> np.ndarray:
         if self._sorted is None:

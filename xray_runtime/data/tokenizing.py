@@ -128,10 +128,10 @@ def turns(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> list[tu
     """A multi-turn episode, tokens [T] and which of them the policy sampled [T], as (whether it did, text)."""
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
-    own = chosen[[0, *places.tolist()]].tolist()
+    are_own = chosen[[0, *places.tolist()]].tolist()
     parts = [part.tolist() for part in np.split(ids.astype(np.int64), places)]
     texts = {True: decode_replies(tokenizer, parts), False: decode_prompts(tokenizer, parts)}
-    return [(is_own, texts[is_own][place]) for place, is_own in enumerate(own)]
+    return [(is_own, texts[is_own][number]) for number, is_own in enumerate(are_own)]
 
 
 def sampled_turns(ids: Sequence[int], sampled: np.ndarray) -> list[list[int]]:
@@ -143,9 +143,9 @@ def sampled_turns(ids: Sequence[int], sampled: np.ndarray) -> list[list[int]]:
 def own_text(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The policy's turns of an episode as one reply: the reasoning of all turns, and then their answers, one per
     line."""
-    own = [split_reasoning(text) for is_own, text in turns(tokenizer, ids, sampled) if is_own]
-    reasoning = [thought for thought, _ in own if thought is not None]
-    return with_reasoning("\n".join(reasoning) if reasoning else None, "\n".join(answer for _, answer in own))
+    texts = [split_reasoning(text) for is_own, text in turns(tokenizer, ids, sampled) if is_own]
+    reasoning = [thought for thought, _ in texts if thought is not None]
+    return with_reasoning("\n".join(reasoning) if reasoning else None, "\n".join(answer for _, answer in texts))
 
 
 def transcript(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> str:

@@ -83,7 +83,7 @@ class Tokens:
         self.prompt_lengths = joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
         """[B]"""
         self.lengths = {
-            name: joined([np.diff(shard.offsets) for shard in found], np.int64) for name, found in self._ids.items()
+            name: joined([np.diff(shard.offsets) for shard in columns], np.int64) for name, columns in self._ids.items()
         }
         """Column → lengths of its rows [B]."""
         self.rows = np.arange(len(self.prompt_lengths))
@@ -91,8 +91,8 @@ class Tokens:
 
     def longest(self) -> np.ndarray:
         """Tokens of each row, of its longest column [B]."""
-        found: np.ndarray = np.max(list(self.lengths.values()), axis=0)
-        return found
+        most: np.ndarray = np.max(list(self.lengths.values()), axis=0)
+        return most
 
     def keep(self, fits: np.ndarray) -> int:
         """Leave only the rows where `fits` is true; returns the number of others."""
@@ -135,13 +135,13 @@ class TokenColumn:
         self.offsets, self.values = column.offsets.to_numpy(), column.values.to_numpy()
 
     def row(self, position: int) -> np.ndarray:
-        found: np.ndarray = self.values[self.offsets[position] : self.offsets[position + 1]]
-        return found
+        tokens: np.ndarray = self.values[self.offsets[position] : self.offsets[position + 1]]
+        return tokens
 
 
 def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
-    whole: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-    return whole
+    array: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    return array
 
 
 def stored(
@@ -191,7 +191,7 @@ def _encoded(
         encoded = by_pair(part, lambda pair: pair.id, lambda some: _in_tokens(some, tokenizer, read))
         prompts = [prompt for prompt, _ in encoded]
         columns: dict[str, list[Any]] = {
-            name: [prompt + own[number] for prompt, own in encoded] for number, name in enumerate(names)
+            name: [prompt + replies[number] for prompt, replies in encoded] for number, name in enumerate(names)
         }
         columns["prompt_lengths"] = list(map(len, prompts))
         columns["prompt_digests"] = [xxhash.xxh3_128_digest(np.array(ids, np.int32).tobytes()) for ids in prompts]

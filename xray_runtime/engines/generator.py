@@ -58,7 +58,7 @@ class Generator(GeneratorPlug, Protocol):
     """A way to sample replies."""
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
-        """Import what is slow, before there is a model."""
+        """Import slow libraries before a model is opened."""
 
     def sampler(
         self,

@@ -1,6 +1,6 @@
 """How models are placed and computed: the fields that every trainer and every generator has.
 
-A field of type `EngineConfig` or `GeneratorConfig` takes the config of any plug; a plug's own fields stand in its own
+A field of type `EngineConfig` or `GeneratorConfig` takes the config of any plug; a plug's own fields are in its own
 file.
 """
 
@@ -145,7 +145,7 @@ class FrozenConfig(ComputedConfig):
 
 
 class EngineConfig(ComputedConfig, PlugSection):
-    """How one model is trained. Each trainer has further fields, which stand in its own file."""
+    """How one model is trained. Each trainer has further fields, in its own file."""
 
     registry = TRAINERS
     tag, default = "library", "deepspeed"

@@ -14,8 +14,7 @@ the one that they wait for."""
 
 
 def join(rank: int, world_size: int, host: str, port: int, device: torch.device) -> None:
-    """Join the group of a model with `world_size` ranks; nothing where this process has joined one, which it shares
-    with nobody."""
+    """Join the group of a model with `world_size` ranks, unless this process has joined its own group already."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port)
     )

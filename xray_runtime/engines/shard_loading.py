@@ -146,7 +146,7 @@ def load_shard(
     of a parameter, which the rank reads by itself where it can.
 
     A `frozen` model in float32 on a CPU stays on the mapped pages of its checkpoint, so that all processes of a machine
-    that score with it hold one copy; each pass checks that nobody wrote to the files (`MappedFiles`).
+    that score with it hold one copy; each pass checks that the files did not change (`MappedFiles`).
     """
     mapped = frozen and device.type == "cpu" and dtype == torch.float32 and partition is None
     first = partition is None or dist.get_rank() == 0

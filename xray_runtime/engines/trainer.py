@@ -27,7 +27,7 @@ class Trainer(TrainerPlug, Protocol):
     (`process_group.join`), and torch's `distributed` is all that it may take for granted."""
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
-        """Import what is slow, before there is a model."""
+        """Import slow libraries before a model is opened."""
 
     def engine(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> Engine:
         """The engine of this rank, with its part of `module`.

@@ -31,8 +31,8 @@ def cause_line(error: BaseException) -> str:
     find = getattr(error, "errors", None)
     if not isinstance(error, ValueError) or not callable(find):
         return first_line(error)
-    found = [(".".join(map(str, each.get("loc", ()))), str(each.get("msg", ""))) for each in find()]
-    lines = [f"{field}: {text}" if field else text for field, text in found]
+    details = [(".".join(map(str, each.get("loc", ()))), str(each.get("msg", ""))) for each in find()]
+    lines = [f"{field}: {text}" if field else text for field, text in details]
     return " ".join("; ".join(lines).removeprefix("Value error, ").split()) or first_line(error)
 
 
@@ -40,8 +40,8 @@ def error_summary(error: BaseException) -> str:
     """The root cause in one line, with the place if a note contains it."""
     cause = root_cause(error)
     notes = getattr(cause, "__notes__", [])
-    place = f" {notes[0].splitlines()[0]}" if notes else ""
-    return f"{first_line(cause)}{place}"
+    line = f" {notes[0].splitlines()[0]}" if notes else ""
+    return f"{first_line(cause)}{line}"
 
 
 def shown(value: Any) -> str:

@@ -67,16 +67,16 @@ def unreachable(address: str) -> str | None:
 
 def answer(url: str) -> tuple[int, bytes]:
     """(status, beginning of the body) of a GET request. Raises OSError: there is no answer within CONNECT_S."""
-    found: list[tuple[int, bytes]] = []
+    sockets: list[tuple[int, bytes]] = []
 
     def ask() -> None:
         with contextlib.closing(_opened(url)) as response:
-            found.append((response.status or 0, response.read(MAX_ANSWER_BYTES)))
+            sockets.append((response.status or 0, response.read(MAX_ANSWER_BYTES)))
 
     reason = _reason(ask)
     if reason is not None:
         raise OSError(reason)
-    return found[0]
+    return sockets[0]
 
 
 @lru_cache(maxsize=16)
@@ -132,19 +132,19 @@ def _with_proxy(address: str) -> SplitResult:
 
 def _reason(call: Callable[[], None]) -> str | None:
     """Why `call` fails or has no result within CONNECT_S; None if it succeeds."""
-    found: list[str | None] = []
+    reasons: list[str | None] = []
 
     def run() -> None:
         try:
             call()
-            found.append(None)
+            reasons.append(None)
         except Exception as error:  # a server that speaks another protocol raises HTTPException
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             strerror = cause.strerror if isinstance(cause, OSError) else None
-            found.append(strerror or (first_line(cause) if isinstance(cause, BaseException) else str(cause)))
+            reasons.append(strerror or (first_line(cause) if isinstance(cause, BaseException) else str(cause)))
 
     # In a thread, since looking up a name has no time limit.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(CONNECT_S)
-    return found[0] if found else f"no answer in {CONNECT_S:.0f} s"
+    return reasons[0] if reasons else f"no answer in {CONNECT_S:.0f} s"

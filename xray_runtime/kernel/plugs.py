@@ -46,10 +46,10 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The plug `name`; its module is imported the first time. Raises ValueError: there is none."""
-        place, attribute = self._place(name)
-        module = importlib.import_module(place)
+        module_name, attribute = self._place(name)
+        module = importlib.import_module(module_name)
         if not hasattr(module, attribute):
-            raise ValueError(f"{self.sort} {name!r}: {place} exposes no {attribute}")
+            raise ValueError(f"{self.sort} {name!r}: {module_name} exposes no {attribute}")
         return cast("T", getattr(module, attribute))
 
     def module(self, name: str) -> str:
@@ -66,16 +66,18 @@ class Registry(Generic[T]):
     def _places(self) -> dict[str, tuple[str, str]]:
         """Name → module and object, in the order of the names."""
         folders = importlib.import_module(self.package).__path__
-        found = {
+        modules = {
             module.name: (f"{self.package}.{module.name}", self.attribute)
             for module in pkgutil.iter_modules(folders)
             if not module.name.startswith("_")
         }
         for point in importlib.metadata.entry_points(group=self.group):
-            place = (point.module, point.attr or self.attribute)
-            if found.setdefault(point.name, place) != place:
-                raise ValueError(f"{self.sort} {point.name!r} is defined twice: {found[point.name][0]}, {point.module}")
-        return dict(sorted(found.items()))
+            module_and_object = (point.module, point.attr or self.attribute)
+            if modules.setdefault(point.name, module_and_object) != module_and_object:
+                raise ValueError(
+                    f"{self.sort} {point.name!r} is defined twice: {modules[point.name][0]}, {point.module}"
+                )
+        return dict(sorted(modules.items()))
 
 
 def can(capabilities: object, capability: str, value: object = True) -> bool:

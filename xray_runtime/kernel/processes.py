@@ -86,7 +86,7 @@ def return_freed_memory() -> None:
 
 
 def tighten_umask() -> None:
-    """Let nobody but the owner write to what this process and those that it starts make from now on.
+    """Let only the owner write to files that this process and its children create from now on.
 
     The umask of a service or a container may be 0, and MLflow's and Prefect's databases have no mode of their own.
     """
@@ -149,12 +149,12 @@ def end_well(tag: str) -> None:
 
 def tagged(tag: str) -> list[psutil.Process]:
     """All processes with `tag` except this one."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(TAG) == tag:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill_tagged(tag: str, grace_s: float = GRACE_SECONDS) -> None:

@@ -26,16 +26,16 @@ def parse_body(body: bytes) -> Any:
 
 def _below(level: list[Any]) -> list[Any]:
     """Members of a level's objects and lists, after a look at its texts."""
-    found: list[Any] = []
+    values: list[Any] = []
     for value in level:
         if isinstance(value, str):
             _check_text(value)
         elif isinstance(value, list):
-            found += value
+            values += value
         elif isinstance(value, dict):
-            found += value.keys()
-            found += value.values()
-    return found
+            values += value.keys()
+            values += value.values()
+    return values
 
 
 def _check_text(text: str) -> None:

@@ -1,7 +1,7 @@
 """A Hugging Face sequence-classification model with one label, seen as a causal LM with a scalar head.
 
 The trunk is the same; `score.weight` becomes the head. The output layer, which such a model lacks and a reward model
-never uses, is tied to the embeddings, so that it takes no room.
+never uses, is tied to the embeddings, so that it takes no memory.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from xray_runtime.kernel.store.hub import check_on_hub
 from xray_runtime.kernel.store.location import locate
 from xray_runtime.models.built_shapes import built_shape
 from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.quantized import why_quantized
 from xray_runtime.models.shapes import KNOWN_CONFIGS, ModelShape, from_hf_config, is_complete
 
 
@@ -34,7 +35,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
         written = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")) if Path(name).is_dir() else {}
         if not isinstance(written, dict):
             raise ValueError("its config.json is not a JSON object")
-        if is_complete(written) and "quantization_config" not in written:
+        if is_complete(written) and why_quantized(written) is None:
             return from_hf_config(written)
         return built_shape(config.model)
     except (OSError, ValueError) as error:

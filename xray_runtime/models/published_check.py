@@ -58,7 +58,7 @@ def check_published(
 
     Raises:
         PublishedError: a tensor differs from the trained one, or an untrained one from the source's, or is missing, or
-            nobody held it; or transformers computes other log-probabilities.
+            no rank held it; or transformers computes other log-probabilities.
     """
     base = base_of(directory)
     heads = {name: digest for name, digest in written.items() if name.startswith(HEAD_PREFIX)}

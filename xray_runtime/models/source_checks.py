@@ -17,6 +17,7 @@ from transformers.utils.hub import cached_file
 
 from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.models.family import HFConfig
+from xray_runtime.models.quantized import why_quantized
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -57,13 +58,9 @@ def check_config(config: HFConfig) -> None:
             f"is a {kind!r} model of several parts ({others or 'an encoder and a decoder'}), of which X-ray would "
             "train and publish the language model alone: save that by itself first, as a causal language model"
         )
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        read = quantization.get if isinstance(quantization, Mapping) else quantization.to_dict().get
-        raise ForeignModelError(
-            f"is quantized ({read('quant_method') or 'quantization_config'}): convert it to bfloat16 first, or take "
-            "the model it was made from"
-        )
+    reason = why_quantized(vars(config))
+    if reason is not None:
+        raise ForeignModelError(reason)
 
 
 def check_class(config: HFConfig, lm: Any) -> None:

@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor at a time, also by several processes: nobody holds the whole model to save it.
+"""Safetensors files written one tensor at a time, also by several processes: none holds the whole model to save it.
 
 https://github.com/huggingface/safetensors#format: 8 bytes of header length, a JSON header, the tensors' bytes.
 """

@@ -65,84 +65,84 @@ class AnswerGroup:
 Answer = Text | Base | Value | AnswerGroup
 
 
-def same(gold: Answer, found: Answer) -> bool:
+def same(gold: Answer, given: Answer) -> bool:
     """Whether the answers are equal, as the module says."""
-    if isinstance(gold, AnswerGroup) or isinstance(found, AnswerGroup):
-        return _same_groups(_as_group(gold), _as_group(found))
-    if isinstance(gold, Value) and isinstance(found, Value):
-        return _same_values(gold, found)
-    return gold == found
+    if isinstance(gold, AnswerGroup) or isinstance(given, AnswerGroup):
+        return _same_groups(_as_group(gold), _as_group(given))
+    if isinstance(gold, Value) and isinstance(given, Value):
+        return _same_values(gold, given)
+    return gold == given
 
 
 def _as_group(answer: Answer) -> AnswerGroup:
     return answer if isinstance(answer, AnswerGroup) else AnswerGroup("", (answer,))
 
 
-def _same_groups(gold: AnswerGroup, found: AnswerGroup) -> bool:
-    if gold.name and found.name and gold.name != found.name:
+def _same_groups(gold: AnswerGroup, given: AnswerGroup) -> bool:
+    if gold.name and given.name and gold.name != given.name:
         return False
-    ordered = bool({gold.brackets, found.brackets} - {"", "{}", "∪"})
-    if gold.brackets != found.brackets:
+    ordered = bool({gold.brackets, given.brackets} - {"", "{}", "∪"})
+    if gold.brackets != given.brackets:
         # A list without brackets stands for a set or a pair, not for an interval of a closed bracket.
-        if "" not in (gold.brackets, found.brackets) or not {gold.brackets, found.brackets} <= {"", "{}", "()"}:
+        if "" not in (gold.brackets, given.brackets) or not {gold.brackets, given.brackets} <= {"", "{}", "()"}:
             return False
         ordered = ordered and gold.brackets == "()"
-    golds, rest = _distinct(gold, ordered), list(_distinct(found, ordered))
+    golds, rest = _distinct(gold, ordered), list(_distinct(given, ordered))
     if len(golds) != len(rest):
         return False
     if ordered:
         return all(same(one, other) for one, other in zip(golds, rest, strict=True))
     for one in golds:
-        place = next((place for place, other in enumerate(rest) if same(one, other)), None)
-        if place is None:
+        index = next((index for index, other in enumerate(rest) if same(one, other)), None)
+        if index is None:
             return False
-        del rest[place]
+        del rest[index]
     return True
 
 
 def _distinct(group: AnswerGroup, ordered: bool) -> list[Answer]:
     """The items, in a set each of them once."""
-    kept: list[Answer] = []
+    distinct: list[Answer] = []
     for item in group.items:
-        if ordered or not any(same(item, other) for other in kept):
-            kept.append(item)
-    return kept
+        if ordered or not any(same(item, other) for other in distinct):
+            distinct.append(item)
+    return distinct
 
 
-def _same_values(gold: Value, found: Value) -> bool:
-    if (gold.name and found.name and gold.name != found.name) or (gold.unit and found.unit and gold.unit != found.unit):
+def _same_values(gold: Value, given: Value) -> bool:
+    if (gold.name and given.name and gold.name != given.name) or (gold.unit and given.unit and gold.unit != given.unit):
         return False
-    if gold.percent != found.percent:
-        whole, part = (gold, found) if gold.percent else (found, gold)
-        return _equal(whole.expression, part.expression) or _equal(whole.expression / 100, part.expression)
-    return _equal(gold.expression, found.expression)
+    if gold.percent != given.percent:
+        percent, part = (gold, given) if gold.percent else (given, gold)
+        return _equal(percent.expression, part.expression) or _equal(percent.expression / 100, part.expression)
+    return _equal(gold.expression, given.expression)
 
 
-def _equal(gold: Any, found: Any) -> bool:
+def _equal(gold: Any, given: Any) -> bool:
     import sympy
 
-    if isinstance(gold, sympy.MatrixBase) and isinstance(found, sympy.MatrixBase):
-        return gold.shape == found.shape and all(map(_equal, gold, found))
-    if not isinstance(gold, sympy.Expr) or not isinstance(found, sympy.Expr):
-        return _related(gold, found)
-    gold, found = (one.replace(sympy.UnevaluatedExpr, lambda of: of) for one in (gold, found))
-    if gold == found:
+    if isinstance(gold, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
+        return gold.shape == given.shape and all(map(_equal, gold, given))
+    if not isinstance(gold, sympy.Expr) or not isinstance(given, sympy.Expr):
+        return _related(gold, given)
+    gold, given = (one.replace(sympy.UnevaluatedExpr, lambda of: of) for one in (gold, given))
+    if gold == given:
         return True
-    if gold.free_symbols or found.free_symbols:
-        return gold.free_symbols == found.free_symbols and _agree(gold, found)
-    decimal = gold.has(sympy.Float) or found.has(sympy.Float)
-    if not _near(gold, found, SHOWN if decimal else DIGITS - 5):
+    if gold.free_symbols or given.free_symbols:
+        return gold.free_symbols == given.free_symbols and _agree(gold, given)
+    decimal = gold.has(sympy.Float) or given.has(sympy.Float)
+    if not _near(gold, given, SHOWN if decimal else DIGITS - 5):
         return False
     # Numbers with finitely many digits are compared in all of them.
-    numbers = [_rational(one) for one in (gold, found)]
+    numbers = [_rational(one) for one in (gold, given)]
     return bool(numbers[0] == numbers[1]) if all(map(_is_decimal, numbers)) else True
 
 
-def _related(gold: Any, found: Any) -> bool:
+def _related(gold: Any, given: Any) -> bool:
     """Whether equations, inequalities or sets are equal, by math-verify."""
     from math_verify.grader import sympy_expr_eq
 
-    return bool(gold == found or sympy_expr_eq(gold, found, float_rounding=6, numeric_precision=15))
+    return bool(gold == given or sympy_expr_eq(gold, given, float_rounding=6, numeric_precision=15))
 
 
 def _rational(value: Any) -> Any:
@@ -181,12 +181,12 @@ def _near(one: Any, other: Any, digits: int) -> bool:
 
 
 def _evaluated(value: Any) -> Any:
-    found = value.evalf(DIGITS)
+    number = value.evalf(DIGITS)
     # With a precision of 1 it is a sum of which no digit is left: perhaps 0.
-    return value.doit().evalf(DIGITS) if getattr(found, "_prec", 0) == 1 else found
+    return value.doit().evalf(DIGITS) if getattr(number, "_prec", 0) == 1 else number
 
 
-def _agree(gold: Any, found: Any) -> bool:
+def _agree(gold: Any, given: Any) -> bool:
     """Whether expressions agree at `POINTS`, wherever both have a value."""
     from sympy import Rational
 
@@ -194,7 +194,7 @@ def _agree(gold: Any, found: Any) -> bool:
     compared = []
     for point in POINTS:
         at = {symbol: Rational(f"{point[i % len(point)] + i // len(point):.10f}") for i, symbol in enumerate(symbols)}
-        values = [one.subs(at).doit().evalf(DIGITS) for one in (gold, found)]
+        values = [one.subs(at).doit().evalf(DIGITS) for one in (gold, given)]
         if all(value.is_number and value.is_finite for value in values):
             compared.append(_near(values[0], values[1], AGREED))
     return bool(compared) and all(compared)

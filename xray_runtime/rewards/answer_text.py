@@ -99,10 +99,10 @@ def final_answers(reply: str) -> list[str]:
     marks = list(MARKER.finditer(reply))
     if marks:
         return _after(reply[marks[-1].end() :])
-    found = [(one.end(), one.group()) for one in MATH.finditer(reply)]
+    answers = [(one.end(), one.group()) for one in MATH.finditer(reply)]
     prose = MATH.sub(lambda one: " " * len(one.group()), reply)
-    found += [(one.end(), one.group(1)) for one in PLAIN.finditer(prose)]
-    return [reply, reply.strip().rsplit("\n", 1)[-1], *([max(found)[1]] if found else [])]
+    answers += [(one.end(), one.group(1)) for one in PLAIN.finditer(prose)]
+    return [reply, reply.strip().rsplit("\n", 1)[-1], *([max(answers)[1]] if answers else [])]
 
 
 def _after(rest: str) -> list[str]:
@@ -111,8 +111,8 @@ def _after(rest: str) -> list[str]:
     line = rest.split("\n", 1)[0] if not rest.startswith(("$$", r"\[")) else rest
     sentence = re.split(r"\.\s|\.?\s+I hope\b|,?\s+(?:because|since|so|which|as)\b", line, maxsplit=1)[0].rstrip("*. ")
     first = MATH.match(rest) or PLAIN.match(rest)
-    found = [one.group() for one in (MATH.finditer(sentence) if MATH.search(sentence) else PLAIN.finditer(sentence))]
-    named = [first.group()] if first else found if len(found) == 1 else []
+    answers = [one.group() for one in (MATH.finditer(sentence) if MATH.search(sentence) else PLAIN.finditer(sentence))]
+    named = [first.group()] if first else answers if len(answers) == 1 else []
     return [sentence, *named, re.split(r"[,.;:*]", sentence, maxsplit=1)[0]]
 
 
@@ -153,47 +153,47 @@ def _command(match: re.Match[str]) -> str:
 
 def _arguments(text: str) -> str:
     r"""Braces around the arguments of `\frac`, `\binom` and `\sqrt` that have none: `\frac12`, `\sqrt2`."""
-    found = re.search(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])\s*(?(1)(?:\[[^\]]*\])?)", text)
-    if found is None:
+    match = re.search(r"\\(?:frac|binom|(sqrt))(?![A-Za-z])\s*(?(1)(?:\[[^\]]*\])?)", text)
+    if match is None:
         return text
-    rest, given = text[found.end() :], []
-    for _ in range(1 if found[1] else 2):
+    rest, given = text[match.end() :], []
+    for _ in range(1 if match[1] else 2):
         rest = rest.lstrip()
         size = closing(rest, 0) if rest.startswith("{") else len(re.match(r"\\[A-Za-z]+|\w?", rest)[0])  # type: ignore[index]
         inner = rest[1 : size - 1] if rest.startswith("{") else rest[:size]
         given.append(f"{{{_arguments(inner)}}}")
         rest = rest[size:]
-    return f"{text[: found.start()]}{found[0].rstrip()}{''.join(given)}{_arguments(rest)}"
+    return f"{text[: match.start()]}{match[0].rstrip()}{''.join(given)}{_arguments(rest)}"
 
 
 def closing(text: str, start: int) -> int:
     """The place after the bracket that closes the one at `start`; the text's length if none does."""
     depth = 0
-    for place in range(start, len(text)):
-        escaped = place and text[place - 1] == "\\"
-        if text[place] in "({[" and not (escaped and text[place] != "{"):
+    for index in range(start, len(text)):
+        escaped = index and text[index - 1] == "\\"
+        if text[index] in "({[" and not (escaped and text[index] != "{"):
             depth += 1
-        elif text[place] in ")}]" and not (escaped and text[place] != "}"):
+        elif text[index] in ")}]" and not (escaped and text[index] != "}"):
             depth -= 1
             if not depth:
-                return place + 1
+                return index + 1
     return len(text)
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """`text` split where `separator` matches outside of brackets."""
-    parts, start, place = [], 0, 0
-    while place < len(text):
-        if text[place] in "({[":
-            place = closing(text, place)
-        elif (found := separator.match(text, place)) is not None and found.end() > place:
-            parts.append(text[start:place])
-            start = place = found.end()
-        elif text[place] == "\\" and (begin := re.compile(r"\\begin\s*\{(\w+)\}").match(text, place)) is not None:
-            end = text.find(rf"\end {{{begin[1]}}}", place)
-            place = len(text) if end < 0 else end + 4
+    parts, start, index = [], 0, 0
+    while index < len(text):
+        if text[index] in "({[":
+            index = closing(text, index)
+        elif (match := separator.match(text, index)) is not None and match.end() > index:
+            parts.append(text[start:index])
+            start = index = match.end()
+        elif text[index] == "\\" and (begin := re.compile(r"\\begin\s*\{(\w+)\}").match(text, index)) is not None:
+            end = text.find(rf"\end {{{begin[1]}}}", index)
+            index = len(text) if end < 0 else end + 4
         else:
-            place += 2 if text[place] == "\\" and text[place + 1 : place + 2] not in "{}([" else 1
+            index += 2 if text[index] == "\\" and text[index + 1 : index + 2] not in "{}([" else 1
     return [part.strip() for part in (*parts, text[start:])]
 
 
@@ -209,14 +209,14 @@ def without_unit(text: str, lenient: bool) -> tuple[str, str | None]:
         return degrees[1], f"degree{degrees[2] or ''}"
     power = r"(?:\s*\^\s*\{?-?\d\}?)?"
     inside = rf"\\text\{{(?:[^{{}}]|\^\{{-?\d\}})*\}}{power}"
-    found = re.fullmatch(rf"(.*?\S)\s*((?:{inside}[\s/]*|\\cdot\s*(?=\\text))+)", text)
+    match = re.fullmatch(rf"(.*?\S)\s*((?:{inside}[\s/]*|\\cdot\s*(?=\\text))+)", text)
     bare = re.fullmatch(rf"(-?[\d.,/ ]*\d(?: ?\\frac\{{\d+\}}\{{\d+\}})?)\s*((?:[A-Za-z]+\.?{power}[\s/]*)+)", text)
-    if found is not None:
-        phrase = re.sub(rf"\\text\{{|{power}\}}{power}|\\cdot|\^\{{-?\d\}}|[/.°]", " ", found[2])
+    if match is not None:
+        phrase = re.sub(rf"\\text\{{|{power}\}}{power}|\\cdot|\^\{{-?\d\}}|[/.°]", " ", match[2])
         words = phrase.split()
         known = all(map(_is_unit, words)) or (len(words) == 1 and len(words[0]) > 2)
         if phrase.replace(" ", "").isalpha() and (lenient or known):
-            return found[1], _unit(words)
+            return match[1], _unit(words)
     elif bare is not None:
         words = re.findall(r"[A-Za-z]+", bare[2])
         # `3m` may be a product; `3 m` and `3cm` are units.
@@ -264,8 +264,8 @@ def _is_product(letters: str) -> bool:
 def without_choice(text: str) -> tuple[str | None, str]:
     r"""(the letter of the choice that a text begins with, in lower case; the rest): `\text{(C) } 5`."""
     letter = r"\\text\{\s*\(?([A-Z])\)?[).:]?\s*\}|\(([A-Z])\)|([A-Z])[).:]"
-    found = re.fullmatch(rf"\s*(?:{letter})\s*(?![,;]|and\b|or\b)(\S.*)", text, re.DOTALL)
-    return (None, text) if found is None else ((found[1] or found[2] or found[3]).lower(), found[4])
+    match = re.fullmatch(rf"\s*(?:{letter})\s*(?![,;]|and\b|or\b)(\S.*)", text, re.DOTALL)
+    return (None, text) if match is None else ((match[1] or match[2] or match[3]).lower(), match[4])
 
 
 TOKEN = re.compile(
@@ -276,12 +276,12 @@ TOKEN = re.compile(
 
 def check_tokens(text: str) -> None:
     """Raise ValueError if `text` has anything that the reader of LaTeX would skip or join."""
-    place, before, apart = 0, "", False
-    while place < len(text):
-        found = TOKEN.match(text, place)
-        if found is None or (found["command"] and found["command"] not in COMMANDS):
-            raise ValueError(f"{text[place : place + 20]!r} is not known")
-        kind, token = found.lastgroup or found[0], found[0]
+    index, before, apart = 0, "", False
+    while index < len(text):
+        match = TOKEN.match(text, index)
+        if match is None or (match["command"] and match["command"] not in COMMANDS):
+            raise ValueError(f"{text[index : index + 20]!r} is not known")
+        kind, token = match.lastgroup or match[0], match[0]
         if kind == "letters":
             wrong = not _is_product(token.lower()) or (before == "letters" and apart and len(token) > 1)
         elif kind == "number":
@@ -290,6 +290,6 @@ def check_tokens(text: str) -> None:
             wrong = (kind == "_" and before in ("number", ")", "}")) or kind == before == "!"
         if wrong:
             raise ValueError(f"{token!r} does not belong to what is before it")
-        place, before = found.end(), kind
-        spaces = len(text) - place - len(text[place:].lstrip())
-        place, apart = place + spaces, spaces > 0
+        index, before = match.end(), kind
+        spaces = len(text) - index - len(text[index:].lstrip())
+        index, apart = index + spaces, spaces > 0

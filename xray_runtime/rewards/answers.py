@@ -74,13 +74,13 @@ def right(reply: str, gold: Answer) -> bool:
         return any(_says(spelled(text), gold.words) for text in texts)
     for text in texts:
         try:
-            found = _read(without_choice(spelled(text))[1].lstrip("= "), lenient=True)
+            answer = _read(without_choice(spelled(text))[1].lstrip("= "), lenient=True)
         except (RecursionError, MemoryError):
             raise
         except Exception:
             continue
-        if not _has_text(found) or _has_text(gold):
-            return same(gold, found)
+        if not _has_text(answer) or _has_text(gold):
+            return same(gold, answer)
     return False
 
 
@@ -95,10 +95,10 @@ def _says(text: str, gold: str) -> bool:
 
 def _read(text: str, lenient: bool = False) -> Answer:
     """The answer that `text`, as `spelled`, is. Raises ValueError or an error of latex2sympy if it is none."""
-    found = words(text)
+    text_words = words(text)
     # A lone letter is a choice if it is a capital or in brackets, else a symbol.
-    if found is not None and not re.fullmatch("[a-z]", text):
-        return Text(found)
+    if text_words is not None and not re.fullmatch("[a-z]", text):
+        return Text(text_words)
     named = re.fullmatch(rf"({SYMBOL})\s*(?:=|\\in(?![A-Za-z]))\s*([^=<>]*)", text)
     name, inner = (named[1].replace(" ", ""), named[2]) if named is not None else (None, text)
     for read in (_group, _interval, _base):
@@ -162,7 +162,7 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     """`x > 3`, `1 < x <= 2` as intervals."""
     relations = [one.replace(r"\lt", "<").replace(r"\gt", ">").replace(" ", "") for one in RELATION.findall(text)]
     parts = split_top(text, RELATION)
-    names = [place for place, part in enumerate(parts) if re.fullmatch(SYMBOL, part)]
+    names = [index for index, part in enumerate(parts) if re.fullmatch(SYMBOL, part)]
     ups = {one.startswith(("<", r"\le")) for one in relations}
     if not relations or len(parts) not in (2, 3) or len(ups) != 1 or (names != [1] and (len(parts) == 3 or not names)):
         return None
@@ -171,7 +171,7 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     closed = [len(one) > 1 for one in relations]
     if not ups.pop():
         parts, closed = parts[::-1], closed[::-1]
-    at = next(place for place, part in enumerate(parts) if re.fullmatch(SYMBOL, part))
+    at = next(index for index, part in enumerate(parts) if re.fullmatch(SYMBOL, part))
     low, high = (parts[0], parts[-1]) if len(parts) == 3 else (parts[0], "") if at else ("", parts[1])
     begin = "[" if low and closed[0] else "("
     end = "]" if high and closed[-1] else ")"
@@ -180,12 +180,12 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
 
 
 def _base(text: str, lenient: bool) -> Base | None:
-    found = re.fullmatch(r"(?:\\text\{\s*)?([0-9A-Fa-f]+)\}?\s*_\s*\{?\s*(\d+)\s*\}?", text)
-    if found is None or not found[1][0].isdigit():
+    match = re.fullmatch(r"(?:\\text\{\s*)?([0-9A-Fa-f]+)\}?\s*_\s*\{?\s*(\d+)\s*\}?", text)
+    if match is None or not match[1][0].isdigit():
         return None
-    if not 2 <= int(found[2]) <= 16 or any(int(digit, 16) >= int(found[2]) for digit in found[1]):
-        raise ValueError(f"{found[1]!r} is not a number in base {found[2]}")
-    return Base(found[1].lower(), int(found[2]))
+    if not 2 <= int(match[2]) <= 16 or any(int(digit, 16) >= int(match[2]) for digit in match[1]):
+        raise ValueError(f"{match[1]!r} is not a number in base {match[2]}")
+    return Base(match[1].lower(), int(match[2]))
 
 
 def _value(text: str, name: str | None, lenient: bool) -> Value:
@@ -220,13 +220,13 @@ def parsed(text: str) -> Any:
     check_tokens(text)
     # In both cases of a letter, since R is not r.
     config = ConversionConfig(lowercase_symbols=False)
-    found = latex2sympy(text, is_real=None, normalization_config=None, conversion_config=config)
-    if not isinstance(found, sympy.Basic | sympy.MatrixBase):
+    expression = latex2sympy(text, is_real=None, normalization_config=None, conversion_config=config)
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase):
         raise ValueError("it is no expression")
-    found = found.subs(sympy.Symbol("i"), sympy.I)
-    if found.has(sympy.nan, sympy.zoo, sympy.Interval):  # `_group` reads intervals
+    expression = expression.subs(sympy.Symbol("i"), sympy.I)
+    if expression.has(sympy.nan, sympy.zoo, sympy.Interval):  # `_group` reads intervals
         raise ValueError("it has no value")
-    return found
+    return expression
 
 
 def _repeating(text: str) -> str:

@@ -57,11 +57,11 @@ def regex(reply: str, pattern: str, answer: Any) -> float:
     if not matches or answer is None:
         return float(bool(matches))
     last = matches[-1]
-    found = (last.group(1 if last.re.groups else 0) or "").strip()
+    matched = (last.group(1 if last.re.groups else 0) or "").strip()
     if isinstance(answer, str):
-        return float(found == answer.strip())
-    number = NUMBER.fullmatch(found)
-    return float(number is not None and Decimal(found.replace(",", "")) == Decimal(str(answer)))
+        return float(matched == answer.strip())
+    number = NUMBER.fullmatch(matched)
+    return float(number is not None and Decimal(matched.replace(",", "")) == Decimal(str(answer)))
 
 
 def regex_gold(answer: Any) -> None:

@@ -24,8 +24,8 @@ def reward_kinds(registry: Registry[type[Term]] = REWARDS) -> dict[str, type[Ter
     """Field → the kind that it chooses. Raises ValueError if a plug is not a whole kind."""
     kinds = {name: registry.get(name) for name in registry}
     for name, kind in kinds.items():
-        whole = isinstance(kind, type) and issubclass(kind, Term)
-        if not whole or getattr(kind, "field", None) != name or name not in kind.model_fields:
+        is_term = isinstance(kind, type) and issubclass(kind, Term)
+        if not is_term or getattr(kind, "field", None) != name or name not in kind.model_fields:
             raise ValueError(f"reward {name!r}: {kind!r} must be a kind of reward with the field {name!r}")
         if not isinstance(getattr(kind, "recording", None), Recording):
             raise ValueError(f"reward {name!r}: must say how its answers are recorded: recording=Recording.COMPUTED, …")

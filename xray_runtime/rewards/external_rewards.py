@@ -116,5 +116,5 @@ def _columns(dataset: Path) -> list[str]:
     """The columns of the first rows that have any."""
     sides = [dataset / side for side in (TRAIN, VALIDATION, HELDOUT) if (dataset / side).exists()]
     batches = (batch for side in sides for batch in Pairs(side, Example).batches())
-    found = ({name: None for row in batch for name in json.loads(row.columns)} for batch in batches)
-    return list(next(filter(None, found), {}))
+    columns = ({name: None for row in batch for name in json.loads(row.columns)} for batch in batches)
+    return list(next(filter(None, columns), {}))

@@ -64,7 +64,7 @@ class Journal:
 
     def _read(self, content: bytes, where: str) -> int:
         """Read the sealed lines of `content`; returns the number of bytes in complete lines."""
-        whole = 0
+        num_bytes = 0
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
@@ -73,8 +73,8 @@ class Journal:
                 log.warning("%s: a line is not sealed with this run's key; its request is repeated", where)
             else:
                 self._known.setdefault(entry["key"], entry)
-            whole += len(line)
-        return whole
+            num_bytes += len(line)
+        return num_bytes
 
     def keys(self, source: str, batch: Batch) -> list[str]:
         """The key of each row."""

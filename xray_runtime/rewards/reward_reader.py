@@ -56,14 +56,14 @@ class RewardReader:
         Raises:
             ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
-        found = self._rows(prompts, replies, tokens)
-        longest = int(found.input_ids.lengths.max(initial=0))
+        scores = self._rows(prompts, replies, tokens)
+        longest = int(scores.input_ids.lengths.max(initial=0))
         if self._limit is not None and longest > self._limit:
             raise ValueError(
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
                 f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
             )
-        return found
+        return scores
 
     def _rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: TextBatch | None) -> TextBatch:
         if self.takes_tokens and tokens is not None:
@@ -99,13 +99,13 @@ def answer_rows(
 ) -> TextBatch:
     """`rows` (the policy's tokens of these prompts and replies) for reward models: a reply with reasoning is replaced
     by its answer."""
-    places = [place for place, reasoning in enumerate(reasoning_of(replies)) if reasoning is not None]
+    places = [row for row, reasoning in enumerate(reasoning_of(replies)) if reasoning is not None]
     if not places:
         return rows
     answers = replies_to(tokenizer, [prompts[i] for i in places], answers_of([replies[i] for i in places]))
     ids, lengths = list(rows.input_ids), rows.prompt_lengths
-    for place, answer in zip(places, answers, strict=True):
-        ids[place] = np.array([*ids[place][: lengths[place]], *answer])
+    for row, answer in zip(places, answers, strict=True):
+        ids[row] = np.array([*ids[row][: lengths[row]], *answer])
     return rows.with_columns(input_ids=Ragged.of(ids))
 
 

@@ -134,7 +134,7 @@ class RewardSources:
             terms[source] = torch.where(scores.applies[source], scaled, torch.nan)
         return terms
 
-    def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
+    def _check(self, scores: SourceScores, scored: Mapping[str, Mapping[int, Score]]) -> None:
         """Raise if too many replies have no reward, or a reward is infinite."""
         for source, weight in self.weights.items():
             if weight and scores.values[source].isinf().any():
@@ -154,7 +154,7 @@ class RewardSources:
         worst = max(failed, key=failed.__getitem__, default="")
         reason = "no reward source applies to them"
         if failed.get(worst):
-            reasons = (score.why for score in found.get(worst, {}).values() if math.isnan(score.value))
+            reasons = (score.why for score in scored.get(worst, {}).values() if math.isnan(score.value))
             reason = f"{worst} failed for {failed[worst]}: {next(reasons, 'its score is not a number')}"
         message = f"{self._stage}: {lost} of {total} replies have no reward; {reason}"
         if lost == total or lost / total > self._max_failed:

@@ -76,8 +76,8 @@ class VerifierSource(Source):
                 return failure(f"column {column!r} has no value in a row")
             return one.check(*row)
 
-        found = self._each(checked, list(zip(batch.answers, batch.column(column), strict=True)))
-        return [score if isinstance(score, Score) else failure(described(score)) for score in found]
+        scores = self._each(checked, list(zip(batch.answers, batch.column(column), strict=True)))
+        return [score if isinstance(score, Score) else failure(described(score)) for score in scores]
 
     def check(self, dataset: Path, columns: Collection[str]) -> None:
         """As `Source.check`, each value once. Raises RuntimeError too: the verifier's process does not work."""

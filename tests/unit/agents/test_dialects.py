@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -151,6 +150,8 @@ def test_a_biased_call_can_be_answered_and_left_out_of_the_loss(world: World) ->
 
 
 def test_errors_have_the_form_that_each_client_reads(world: World) -> None:
+    import anthropic
+
     episode = world.open()
     with pytest.raises(anthropic.BadRequestError, match="top_k = 5 is not allowed"):
         world.anthropic(episode).messages.create(model="x", max_tokens=5, messages=ASK, extra_body={"top_k": 5})

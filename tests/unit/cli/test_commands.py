@@ -138,3 +138,12 @@ def test_one_extra_installs_all_that_commands_need() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extra["all"] == ["xray-rlhf[live,ops,studio]"]
     assert any(each.startswith("xray-rlhf[all,") for each in extra["dev"])
+
+
+def test_alone_it_shows_five_commands_and_where_the_rest_is() -> None:
+    shown = CliRunner().invoke(app, [])
+    assert shown.exit_code == 0
+    named = [line.split()[1] for line in shown.output.splitlines() if line.startswith("  xray ")]
+    assert named == ["run", "studio", "plan", "promote", "serve"]
+    assert "xray --help lists all commands" in shown.output
+    assert len(shown.output.splitlines()) < 12

@@ -130,21 +130,14 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-@pytest.mark.parametrize(
-    ("names", "check", "text"),
-    [
-        (["torch"], "GPU", "torch does not load (No module named"),
-        (["vllm"], "libraries", "vllm is listed as installed, and its files are missing"),
-    ],
-)
-def test_the_command_runs_without_what_is_missing(tmp_path: Path, names: list[str], check: str, text: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(HIDDEN.format(names=names))
+def test_the_command_runs_without_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN.format(names=["torch", "vllm"]))
     command = [Path(sys.executable).with_name("xray"), "doctor", "--home", str(tmp_path / "home"), "--json"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     found = {diagnosis["name"]: diagnosis["problems"] for diagnosis in json.loads(done.stdout)}
-    [problem] = found[check]
-    assert problem.startswith(text)
+    assert found["GPU"][0].startswith("torch does not load (No module named")
+    assert "vllm is listed as installed, and its files are missing" in "; ".join(found["libraries"])
 
 
 def test_a_directory_that_cannot_be_written_is_named() -> None:

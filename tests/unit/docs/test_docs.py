@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,13 @@ MEASURED = {"methods-table.md", "families-table.md", "identity-table.md", "layou
 """Pages that a benchmark writes."""
 LIMITS = {"gpu.md": 1300, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 360}
 LIMITS |= {"rows.md": 480, "reasoning.md": 350, "witness.md": 420, "verify-without-xray.md": 300}
+LIMITS |= {"glance.md": 960, "studio.md": 520}
 """Pages with a limit of words of their own."""
 WRITTEN = ("first", "first_rewards", "judges", "shortest", "graph")
 """Modules that the tutorial has its reader write."""
 PAGES = sorted(ROOT.glob("docs/*.md"))
-TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+AGENTS = ROOT / "AGENTS.md"
+TEXTS = [README, AGENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:xray|deployments|flows|tasks|xray_runtime|examples|configs|benchmarks|docs|tests)/[\w./-]*)`")
@@ -134,6 +137,23 @@ def test_commands_in_the_readme_exist() -> None:
     assert named <= commands, named - commands
 
 
+def test_the_page_for_assistants_is_short_and_its_commands_exist() -> None:
+    text = AGENTS.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    commands = re.findall(r"^(?:make|\.venv/bin)\S* .*$|`((?:make|\.venv/bin/\S+) [^`]+)`", text, re.MULTILINE)
+    lines = [line.partition("#")[0] for line in "\n".join(blocks(AGENTS, "")).splitlines()] + [c for c in commands if c]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {found[1] for line in lines if (found := re.match(r"make ([a-z-]+)", line))}
+    assert named <= targets, named - targets
+    assert {"install", "lint", "unit"} <= named
+    paths = [path for line in lines for path in re.findall(r"(?:tests|configs)/[\w./-]+", line)]
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    binaries = set(re.findall(r"\.venv/bin/(\w+)", text))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert binaries <= {"pytest", *settings["project"]["scripts"]}
+
+
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.syspath_prepend(ROOT / "docs")
@@ -167,6 +187,16 @@ def test_docs_and_examples_import_xray_alone() -> None:
     assert IMPORTS.search('    "from xray_runtime.data import pairs'.replace('    "', ""))
 
 
+def test_the_site_lists_its_pages_for_programs(hooks: types.ModuleType, tmp_path: Path) -> None:
+    nav = [{"Start": "index.md"}, {"How to": [{"The studio": "studio.md"}]}]
+    page = "# A title\n\n```\ncode\n```\n\nWhat {name} says. And more.\n"
+    text = hooks.llms_text("X-ray", "about it", nav, lambda name: page.replace("{name}", name))
+    assert text == (
+        "# X-ray\n\n> about it\n\n- [Start](index.html): What index.md says.\n\n## How to\n\n"
+        "- [The studio](studio.html): What studio.md says.\n"
+    )
+
+
 def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
     page = hooks.columns_page()
     for name, group in GROUPS.items():
@@ -178,7 +208,7 @@ def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
 
 
 def test_the_docs_stay_short() -> None:
-    assert words(README) <= 1000
+    assert words(README) <= 500
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
     # adapters, long rows and more families, by more methods.
     assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_600

@@ -20,7 +20,7 @@ from xray.deployments.server_home import ServerHome, State
 from xray.deployments.status import service_status, show
 from xray.deployments.suspension import LOST, STOPPED
 from xray.tasks.spec import StageResult
-from xray.tasks.summary import BARS, headline, sparkline, stage_markdown
+from xray.tasks.summary import BARS, headline, run_description, sparkline, stage_markdown
 from xray_runtime.kernel.graph import kinds
 from xray_runtime.kernel.graph.kind import StageKind
 from xray_runtime.kernel.graph.kinds import find_kind
@@ -95,6 +95,30 @@ def test_the_headline_says_what_came_out(tmp_path: Path) -> None:
     assert headline(kind("ppo"), result(tmp_path), {}) == ""
     (tmp_path / "evaluation.json").write_text('{"win_rate": 0.86, "gold_delta": null, "kl": 4.03, "judge": "gold"}')
     assert headline(kind("evaluate"), result(tmp_path), {}) == "win rate 0.86, KL 4.03"
+
+
+def test_a_run_in_mlflow_says_what_came_out_and_leads_to_its_model(tmp_path: Path) -> None:
+    interval = {"win_rate_ci95": [0.5, 0.7], "samples": 64, "tied": 2, "win_rate": 0.6, "judges": True}
+    content = {
+        "project": "demo",
+        "seed": 3,
+        "status": "completed",
+        "evaluation": {"judges": {"gold": interval}, "gold_after": None, "reward_after": None, "kl": 4.0},
+        "registered": {"name": "demo-policy", "version": "4", "alias": "candidate"},
+        "stages": [
+            {"name": "prepare", "checkpoint": {"sha256": SHA}, "dataset": None},
+            {"name": "sft", "checkpoint": {"sha256": "cd" * 32}, "dataset": SHA},
+        ],
+    }
+    text = run_description(content, "http://p/1", tmp_path)
+    assert text.splitlines()[0] == "**demo**, seed 3: completed."
+    assert "| win rate | 0.600 (95%: 0.500 to 0.700) over 64 held-out prompts, 2 tied, by gold |" in text
+    assert "[demo-policy version 4](#/models/demo-policy/versions/4)" in text
+    assert "- Data: `prepare` (abababababab)" in text
+    assert "[Its run in Prefect](http://p/1)" in text
+    empty = run_description(content | {"evaluation": None, "registered": None, "stages": []}, None, tmp_path)
+    assert "Model" not in empty
+    assert "Data" not in empty
 
 
 def test_headlines_name_metrics_that_exist() -> None:

@@ -99,7 +99,10 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
     assert audit(open_lineage_store(output, None)).is_sound
 
 
-@pytest.mark.parametrize("name", ["judgements.jsonl", "pairs.arrow", "stats.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["judgements.jsonl", *(pytest.param(name, marks=pytest.mark.long) for name in ("pairs.arrow", "stats.json"))],
+)
 def test_a_changed_judgement_is_found(name: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     judge(output)

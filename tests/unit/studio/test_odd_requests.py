@@ -14,6 +14,7 @@ import pytest
 from tests.sweeps import sweep
 from tests.unit.studio.world import studio
 from tests.unit.trust.synthetic import NAME
+from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.feedback.session import read_sessions
 
@@ -24,6 +25,7 @@ NUMBERS = (
 )
 FIELDS = (
     *("{policy}?iteration=", "{policy}?min=", "{policy}?max=", "{policy}?order=", "{policy}?source="),
+    *("{policy}/tokens?iteration=1&row=", "{policy}/extremes?iteration=", "{policy}?text="),
     *("{policy}/rows?start=", "{policy}/diff?first=0&second=", "{policy}/diff?second=0&first="),
 )
 
@@ -124,6 +126,13 @@ def test_damaged_files_are_one_line(damage: Callable[[Path], None], name: str, m
     paths = ["/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", "/withdrawals"]
     paths += [f"/promote/{NAME}", f"/rollouts/{policy}", f"/rollouts/{policy}/diff?first=0&second=1", "/metrics"]
     paths += [f"/checkpoints/{policy}", f"/review/{session.name}"]
+    paths += [
+        "/runs",
+        "/waiting",
+        f"/rollouts/{policy}/tokens?iteration=1&row=0",
+        f"/rollouts/{policy}/extremes?iteration=1",
+    ]
+    paths += [f"/runs/{run}{part}" for run in list(view(made).runs)[:1] for part in ("", "/live", "/curves")]
     output = Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
     damage(sorted(output.glob(name))[0])
     client = studio(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_whole_run_is_checked_stage_by_stage() -> None:
     check_run(graph, "cpu", None)
     with pytest.raises(ConfigError, match=r"ppo-1: its models need"):
         check_stages([graph.calls["ppo-1"]], "cpu", little)
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes"])
+def test_a_quantized_base_is_refused_before_anything_is_computed(tmp_path: Path, method: str) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    graph = recorded_graph(load_config(None, ["base.kind=pretrained", f"base.model={tmp_path}"]))
+    check_stages([graph.calls["base"]], "cpu", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"^base\.model: '.*' is not allowed: it is quantized \({method}\): convert"):
+        check_stages([graph.calls["base"]], "cpu", None)
 
 
 def test_layouts_that_auto_chooses_later_ask_for_nothing_yet() -> None:

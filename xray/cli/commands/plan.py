@@ -50,7 +50,7 @@ def command(
     Exit codes: 0 planned (whether it fits is in the plan), 2 bad input.
     """
     try:
-        rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
+        rank = _number("--lora-rank", lora_rank, 1, 4096, is_whole=True)
         changes = Changes(lora_rank=None if rank is None else int(rank), offload=offload)
         planner, machine, slow = _read(target, overrides or [], params, devices, memory_gib, sequence_tokens)
         chosen = planner(changes, machine)
@@ -80,9 +80,9 @@ def _read(
     if (target is None) == (params is None):
         given = "both are given" if target is not None else "neither is given"
         raise ConfigError(f"CONFIG, --params: {given}; exactly one is required")
-    num_devices = _number("--devices", devices, 1, MAX_DEVICES, whole=True)
+    num_devices = _number("--devices", devices, 1, MAX_DEVICES, is_whole=True)
     memory = _number("--memory-gib", memory_gib, 1 / 16, 65_536)
-    length = _number("--sequence-tokens", sequence_tokens, 2, 2**24, whole=True)
+    length = _number("--sequence-tokens", sequence_tokens, 2, 2**24, is_whole=True)
     if target is None:
         count = _number("--params", params, 1e6, 1e13)
         assert count is not None
@@ -100,7 +100,7 @@ def _read(
     return planner_of(graph, machine.num_devices if num_devices is None else None), machine, slow
 
 
-def _number(option: str, text: str | None, low: float, high: float, *, whole: bool = False) -> float | None:
+def _number(option: str, text: str | None, low: float, high: float, *, is_whole: bool = False) -> float | None:
     """`text` as a number from `low` to `high`. Options are text, so that errors have X-ray's form."""
     if text is None:
         return None
@@ -108,8 +108,8 @@ def _number(option: str, text: str | None, low: float, high: float, *, whole: bo
         value = float(text)
     except ValueError:
         value = math.nan
-    if not low <= value <= high or (whole and value != int(value)):
-        kind = "a whole number" if whole else "a number"
+    if not low <= value <= high or (is_whole and value != int(value)):
+        kind = "a whole number" if is_whole else "a number"
         shown = json.dumps(text, ensure_ascii=False) if math.isnan(value) else text
         raise ConfigError(f"{option}: {shown} is not allowed: must be {kind} from {low:g} to {high:g}")
     return value

@@ -45,12 +45,12 @@ def command(
         raise ConfigError("--user, --source, --verify: exactly one is required")
     store = open_lineage_store(output, None)
     if verify:
-        found = run_verify(store)
+        findings = run_verify(store)
         if as_json:
-            print(json.dumps({"clean": not found, "found": found}, indent=2))
+            print(json.dumps({"clean": not findings, "found": findings}, indent=2))
         else:
-            print("\n".join(found) or "no live model descends from what was withdrawn, and what was erased is gone")
-        raise typer.Exit(FAILED if found else 0)
+            print("\n".join(findings) or "no live model descends from what was withdrawn, and what was erased is gone")
+        raise typer.Exit(FAILED if findings else 0)
     left: list[str] = []
     with file_lock(output / "locks", "withdraw.lock"):
         plan = plan_user(store, user) if user is not None else plan_source(store, source or "")

@@ -6,7 +6,8 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query as Parameter, Request
@@ -30,20 +31,21 @@ from xray_runtime.trust.rollouts import Selection, checked_order, diff_iteration
 router = APIRouter()
 PAGES = Pages(router, (Link("/rollouts", "Rollouts", 20),))
 
+T = TypeVar("T")
 PAGE_ROWS = 50
 MAX_DIFFS = 50
-MAX_SELECTIONS = 8
+MAX_SELECTIONS = 16
 MAX_SEARCH, MAX_RANGE, MAX_EXTREMES = 200, 10_000, 60
 NUM_BINS, MAX_COLUMNS = 24, 48
-"""Of the picture of all rewards."""
+"""Bins and columns of the picture of all rewards."""
 RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
 COUNT = re.compile(r"[0-9]{1,9}")
 Number = Annotated[int, Parameter(ge=0, lt=10**9)]
 
 
-_kept: OrderedDict[Any, Selection] = OrderedDict()
-"""The last selections: their rows are selected once, and read a page at a time."""
+_kept: OrderedDict[Any, Any] = OrderedDict()
+"""The last selections and pictures: their rows are selected once, and read a page at a time."""
 _lock = threading.Lock()
 
 
@@ -89,17 +91,22 @@ def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
         "unused" in values,
     )
     order = checked_order(values.get("order", "row"))
-    # A ledger that was changed since is read again.
+    return node, _keep(node, (repr(query), order, text), lambda: Selection(node, query, order, text))
+
+
+def _keep(node: Node, of: tuple[str, ...], make: Callable[[], T]) -> T:
+    """What `make` gives, from before unless the ledger was changed since."""
     ledger = sorted((node.directory / LEDGER).glob("*"))
     state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
-    key = (node.sha256, state, repr(query), order, text)
+    key = (node.sha256, state, of)
     with _lock:
         if key not in _kept:
-            _kept[key] = Selection(node, query, order, text)
+            _kept[key] = make()
         _kept.move_to_end(key)
         if len(_kept) > MAX_SELECTIONS:
             _kept.popitem(last=False)
-        return node, _kept[key]
+        found: T = _kept[key]
+        return found
 
 
 @router.get("/rollouts")
@@ -133,7 +140,7 @@ def rollouts(request: Request, ref: str) -> Response:
 def _spread(node: Node, request: Request) -> dict[str, Any] | None:
     """The picture of all rewards: cells (x, y, share of the fullest, count, address), and the means as a line."""
     source = request.query_params.get("source") or None
-    found = reward_spread(node, source, NUM_BINS, MAX_COLUMNS)
+    found = _keep(node, ("spread", source or ""), lambda: reward_spread(node, source, NUM_BINS, MAX_COLUMNS))
     if found is None:
         return None
     fullest, span = max(map(max, found.counts)), found.edges[-1] - found.edges[0]

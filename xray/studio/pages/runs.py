@@ -91,7 +91,7 @@ def _listed(request: Request) -> dict[str, Any]:
 
 @router.get("/waiting")
 def waiting(request: Request) -> Response:
-    """What only a person can decide: answers to judge, and candidates to promote."""
+    """List what only a person can decide: answers to judge, and candidates to promote."""
     studio = studio_of(request)
     found = [*waiting_reviews(studio, judge_of(request)), *waiting_candidates(studio)]
     return page(request, "waiting_part.html", waiting=found)

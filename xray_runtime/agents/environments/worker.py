@@ -142,13 +142,13 @@ def _load(name: str) -> Callable[[], Any]:
     """The class or function at an import path. Raises ValueError if it is neither, or a class without `reset` or
     `step`."""
     module, _, attribute = name.partition(":")
-    found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
-    if not callable(found):
-        raise ValueError(f"{name} is {found!r}: must be a class, or a function that returns an environment")
+    make: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
+    if not callable(make):
+        raise ValueError(f"{name} is {make!r}: must be a class, or a function that returns an environment")
     for method in ("reset", "step"):
-        if isinstance(found, type) and not callable(getattr(found, method, None)):
+        if isinstance(make, type) and not callable(getattr(make, method, None)):
             raise ValueError(f"{name} has no method {method!r}")
-    return found
+    return make
 
 
 def _end() -> None:

@@ -58,11 +58,11 @@ class RemoteSandbox:
         return name
 
     def run(self, name: str, program: Program) -> Future[Ended]:
-        found = Future[Ended]()
-        self._runs.add(found)
-        found.add_done_callback(self._runs.discard)
-        threading.Thread(target=lambda: found.set_result(self._run(name, program)), daemon=True).start()
-        return found
+        ended = Future[Ended]()
+        self._runs.add(ended)
+        ended.add_done_callback(self._runs.discard)
+        threading.Thread(target=lambda: ended.set_result(self._run(name, program)), daemon=True).start()
+        return ended
 
     def stop(self, name: str) -> None:
         if self._limits.pop(name, None) is None:
@@ -93,10 +93,10 @@ class RemoteSandbox:
         with self._client.stream("POST", f"{self._url}/{path}", json=body, timeout=timeout_s) as answer:
             if not answer.is_success:
                 raise RuntimeError(f"status {answer.status_code}")
-            found = parsed(read(answer, timeout_s))
-        if not isinstance(found, dict):
+            content = parsed(read(answer, timeout_s))
+        if not isinstance(content, dict):
             raise ValueError("the answer is not an object")
-        return found
+        return content
 
 
 def _ended(answer: dict[str, Any]) -> Ended:

@@ -37,14 +37,14 @@ class AgentSource(EpisodeSource):
 
     def restore(self, checkpoint: Path, config: Section, last: int, journal: Journal) -> bool:
         records = read_episodes(checkpoint / EPISODES)
-        lines = [record_line(*place, 0, record) for place, record in records.items()]
+        lines = [record_line(*key, 0, record) for key, record in records.items()]
         journal.write_entries(0, lines)
-        found = bool(lines)
+        is_any = bool(lines)
         for number, table in answered_iterations(checkpoint / LEDGER, last):
             assert isinstance(config, PPOConfig)  # no other kind of stage has a ledger
             journal.write_entries(number, _lines(table, number, config))
-            found = True
-        return found
+            is_any = True
+        return is_any
 
     def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> InFlightEpisodes:
         assert isinstance(episodes, AgentEpisodes)

@@ -57,7 +57,7 @@ def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer
     """Lines of the journal for the episodes of an iteration."""
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
-        replies = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
+        replies = [text for is_sampled, text in turns(tokenizer, np.array(ids), np.array(mask)) if is_sampled]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
             key = answer_key(rollout, row - attempt * config.rollout_size, replies[:turn])
             yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}

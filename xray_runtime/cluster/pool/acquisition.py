@@ -96,11 +96,11 @@ class Acquisition:
             try:
                 while not get(self._reservations.is_next.remote(self._ticket)):
                     self._wait(POLL_SECONDS)
-                found = self._reserve()
-                if found is not None:
+                workhorses = self._reserve()
+                if workhorses is not None:
                     reservation = Reservation(total(self._demands), list(self._groups))
                     get(self._reservations.grant.remote(self._ticket, reservation))
-                    return found
+                    return workhorses
             finally:
                 get(self._reservations.leave.remote(self._ticket))
             self._wait(RETRY_SECONDS)
@@ -149,13 +149,13 @@ class Acquisition:
             return None
         if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS * load())):
             return None
-        found = None
+        workhorses = None
         try:
-            found = self._start_all()
+            workhorses = self._start_all()
         finally:
-            if found is None:
+            if workhorses is None:
                 self._free()
-        return found
+        return workhorses
 
     def _is_unreserved(self) -> bool:
         """Whether other stages have left enough. Resources of idle processes and of other users do not count."""
@@ -186,26 +186,26 @@ class Acquisition:
             seats |= {seat: (group, bundle) for seat, bundle in plan.seats.items()}
         if not are_ready(self._groups, GROUP_SECONDS * load()):
             return None
-        found: dict[str, list[WorkhorseHandle]] = {}
+        workhorses: dict[str, list[WorkhorseHandle]] = {}
         for request in self._requests:
             demand = request.demand
             if self._pool is not None and not demand.grouped():
                 leased = self._pool.acquire.remote(
                     request.kind, self._runtime, demand.num_ranks, request.holder, request.libraries
                 )
-                found[demand.role] = get(leased)
+                workhorses[demand.role] = get(leased)
                 continue
-            found[demand.role] = []
+            workhorses[demand.role] = []
             for rank in range(demand.num_ranks):
                 group, bundle = seats.get((demand.role, rank), (None, 0))
                 workhorse = start(request.kind, self._runtime, request.libraries, demand.gpus, group, bundle)
                 self._started.append(workhorse)
-                found[demand.role].append(workhorse)
+                workhorses[demand.role].append(workhorse)
         # A placement group reserves the devices of its Workhorses; others have theirs once their process is up.
-        singles = [w for d in self._demands if not d.grouped() for w in found[d.role]]
+        singles = [w for d in self._demands if not d.grouped() for w in workhorses[d.role]]
         calls = [request_heartbeat(workhorse) for workhorse in singles]
         up = ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS * load())[0] if calls else []
-        return found if len(up) == len(calls) else None
+        return workhorses if len(up) == len(calls) else None
 
 
 def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:

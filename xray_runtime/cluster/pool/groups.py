@@ -62,8 +62,8 @@ def _shared(demands: Sequence[Demand], nodes: Sequence[Resources]) -> Iterator[G
         if cpus[role]:
             bundles[gpu]["CPU"] = bundles[gpu].get("CPU", 0.0) + cpus[role]
     width = math.lcm(*(demand.together for demand in demands))
-    whole = {name: max(bundle.get(name, 0.0) for bundle in bundles) * width for name in ("CPU", "GPU")}
-    if width == 1 or not _fits(whole, nodes):
+    bundle_of_group = {name: max(bundle.get(name, 0.0) for bundle in bundles) * width for name in ("CPU", "GPU")}
+    if width == 1 or not _fits(bundle_of_group, nodes):
         yield GroupPlan("shared", bundles, "PACK", gpu_of)
         return
     for start in range(0, num_gpus, width):

@@ -58,9 +58,9 @@ class NamedActor(Generic[H]):
     def find_all(self) -> list[H]:
         """All actors of the class in the cluster, perhaps dead ones too."""
         names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
-        found: list[H] = []
+        handles: list[H] = []
         for name in names:
             with contextlib.suppress(ValueError):
                 if name.startswith(self._prefix):
-                    found.append(ray.get_actor(name, namespace=NAMESPACE))
-        return found
+                    handles.append(ray.get_actor(name, namespace=NAMESPACE))
+        return handles

@@ -32,7 +32,7 @@ def cluster_machine(runtime: RuntimeConfig) -> Machine:
     kind = device(runtime)
     resource = "GPU" if kind == "cuda" else "CPU"
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) >= 1]
-    found = ray.get(
+    machines = ray.get(
         [
             _memory.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(kind)
             for node in alive
@@ -42,10 +42,10 @@ def cluster_machine(runtime: RuntimeConfig) -> Machine:
     if kind == "cuda":
         # Ray may have been given a part of a node's GPUs, and does not say which.
         counts = [int(node["Resources"][resource]) for node in alive]
-        return Machine(num_devices=sum(counts), memory_bytes=min(map(min, found)), devices_per_node=min(counts))
+        return Machine(num_devices=sum(counts), memory_bytes=min(map(min, machines)), devices_per_node=min(counts))
     cores = [int(node["CPU"]) for node in nodes() if node.get("CPU", 0.0) >= 1]
     counts = [max(n // runtime.threads, 1) for n in cores]
-    memory = min(total // count for [total], count in zip(found, counts, strict=True))
+    memory = min(total // count for [total], count in zip(machines, counts, strict=True))
     return Machine(num_devices=sum(counts), memory_bytes=memory, device="cpu", devices_per_node=min(counts))
 
 

@@ -83,18 +83,18 @@ class WorkerPool:
         """Lease `count` Workhorses of class `kind` to `holder`: idle ones first, then new ones."""
         self._kill_abandoned()
         want = _kind(kind, runtime)
-        found: list[WorkhorseHandle] = []
+        workhorses: list[WorkhorseHandle] = []
         for entry in [e for e in self._idle if e[0] == want]:
-            if len(found) == count:
+            if len(workhorses) == count:
                 break
             self._idle.remove(entry)
             if answered(request_heartbeat(entry[1]), HEARTBEAT_SECONDS * load()):
-                found.append(entry[1])
+                workhorses.append(entry[1])
             else:
                 ray.kill(entry[1])
-        found += [start(kind, runtime, libraries) for _ in range(count - len(found))]
-        self._leases += [_Lease(holder, workhorse, want) for workhorse in found]
-        return found
+        workhorses += [start(kind, runtime, libraries) for _ in range(count - len(workhorses))]
+        self._leases += [_Lease(holder, workhorse, want) for workhorse in workhorses]
+        return workhorses
 
     def release(self, holder: Pingable) -> None:
         """End the leases of `holder`, whose Workhorses hold no model any more and become idle."""

@@ -41,17 +41,17 @@ def _alpaca_prompt(where: object, record: Record) -> list[Record]:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"{where}: history must be a list of [instruction, output] pairs, not {type_of(history)}")
-    found = []
+    parts = []
     for number, turn in enumerate(history, start=1):
         for role, text in zip(("user", "assistant"), turn, strict=True):
             if not isinstance(text, str):
                 raise ValueError(f"{where}: history: pair {number} has {type_of(text)}; allowed: two texts")
-            found.append({"role": role, "content": text})
+            parts.append({"role": role, "content": text})
     given = [record["instruction"], *([record["input"]] if record.get("input") else [])]
     if not all(isinstance(part, str) for part in given):
         types = " and ".join(map(type_of, given))
         raise ValueError(f"{where}: instruction and input must be strings, not {types}")
-    return [*found, {"role": "user", "content": "\n\n".join(given)}]
+    return [*parts, {"role": "user", "content": "\n\n".join(given)}]
 
 
 def _from_alpaca(where: object, record: Record) -> Record:
@@ -120,8 +120,8 @@ def usual(
     refuse_columns(where, record, read)
     if unread is not None:
         unread.add_columns(record.keys() - read - REFUSED_COLUMNS.keys() - set(carried))
-    found = form.usual(where, {name: value for name, value in record.items() if name in read})
-    return {name: value for name, value in found.items() if name not in form.columns or name in STANDARD}
+    read_as = form.usual(where, {name: value for name, value in record.items() if name in read})
+    return {name: value for name, value in read_as.items() if name not in form.columns or name in STANDARD}
 
 
 STANDARD = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -133,8 +133,8 @@ def _hint(record: Record, replies: list[str]) -> str:
     if "text" in record:
         return "; text alone, as for pretraining, is not read: give prompts and replies"
     names = {name.lower(): name for name in record if name != name.lower()}
-    found = next((names[c] for form in FORMS for c in form.columns if c in names), None)
-    return f": {{{found}: {found.lower()}}}" if found else ""
+    column = next((names[c] for form in FORMS for c in form.columns if c in names), None)
+    return f": {{{column}: {column.lower()}}}" if column else ""
 
 
 def renamed(field: str, where: object, record: Record, names: Mapping[str, str], absent: set[str]) -> Record:

@@ -61,11 +61,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"an object has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
+    return fields
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -74,13 +74,13 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def canonical(value: Any, is_data: bool = False) -> Any:
     """A JSON value by the rules above. `is_data`: it is below one of `DATA_KEYWORDS`."""
     if isinstance(value, dict):
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, member in value.items():
             if type(member) is str:
-                found[key] = member
+                values[key] = member
             elif member is not None or is_data or key in DATA_KEYWORDS:
-                found[key] = canonical(member, is_data or key in DATA_KEYWORDS)
-        return found
+                values[key] = canonical(member, is_data or key in DATA_KEYWORDS)
+        return values
     if isinstance(value, list):
         return [canonical(element, is_data) for element in value]
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
@@ -94,7 +94,7 @@ def canonical_record(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without null members and `UNTOLD`, for what is no schema: messages and their calls."""
+    """`value` without null members and `UNTOLD`, for messages and their calls, which are no schema."""
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None and v != UNTOLD}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
@@ -140,14 +140,14 @@ def _reader(kind: pa.DataType, of_leaf: Reader) -> Reader:
 
 def _struct_reader(readers: Mapping[str, Reader]) -> Reader:
     def read(value: dict[str, Any], is_data: bool) -> dict[str, Any]:
-        found = {}
+        values = {}
         for key, member in value.items():
             of_data = is_data or key in DATA_KEYWORDS
             if member is not None:
-                found[key] = readers[key](member, of_data)
+                values[key] = readers[key](member, of_data)
             elif of_data:
-                found[key] = UNTOLD
-        return found
+                values[key] = UNTOLD
+        return values
 
     return read
 

@@ -72,8 +72,8 @@ class Unread:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For stats.json; empty if everything was read."""
-        found = {"columns_not_read": self.columns, "message_keys_not_read": self.message_keys}
-        return {what: dict(sorted(names.items())) for what, names in found.items() if names}
+        counts = {"columns_not_read": self.columns, "message_keys_not_read": self.message_keys}
+        return {what: dict(sorted(names.items())) for what, names in counts.items() if names}
 
     def metrics(self, group: str) -> dict[str, float]:
         """The most frequent ones as metrics `GROUP/columns_not_read/NAME`."""
@@ -84,8 +84,8 @@ class Unread:
         }
 
     def __str__(self) -> str:
-        found = (f"{what.replace('_', ' ')}: {_listed(names)}" for what, names in self.counts().items())
-        return "; ".join(found)
+        lists = (f"{what.replace('_', ' ')}: {_listed(names)}" for what, names in self.counts().items())
+        return "; ".join(lists)
 
 
 def _add(counts: Counter[str], names: Iterable[str]) -> None:
@@ -136,13 +136,13 @@ RENAME = "if it means something else, rename the column (rename_columns)"
 def is_learned(where: object, given: Mapping[str, Any]) -> bool | None:
     """The value of the keys `LEARNED`; None: there is none. Raises ValueError if one has another value than 0 and 1, or
     two disagree."""
-    found = {name: given[name] for name in LEARNED if given.get(name) is not None}
-    for name, value in found.items():
+    flags = {name: given[name] for name in LEARNED if given.get(name) is not None}
+    for name, value in flags.items():
         if not isinstance(value, int) or value not in (0, 1):
             raise ValueError(f"{where}: {name} is {shown(value)} ({type_of(value)}); allowed: 0, 1, false, true")
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{where}: {' and '.join(found)} disagree: {shown(found)}")
-    return bool(next(iter(found.values()))) if found else None
+    if len(set(flags.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(flags)} disagree: {shown(flags)}")
+    return bool(next(iter(flags.values()))) if flags else None
 
 
 def is_desirable(where: object, record: Mapping[str, Any]) -> bool:

@@ -66,8 +66,8 @@ def file_records(field: str, path: Path) -> tuple[int, Records]:
             with _open(path) as begin:
                 is_array = begin.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
             if is_array:
-                found = list(_array_records(field, path))
-                return len(found), iter(found)
+                records = list(_array_records(field, path))
+                return len(records), iter(records)
         with _open(path) as lines:
             total = sum(not line.isspace() for line in lines)
     # Arrow and gzip have exceptions of their own.
@@ -135,33 +135,33 @@ def _array_records(field: str, path: Path) -> Records:
             text = file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{field}: {str(path)!r} cannot be read (not UTF-8 text: {error})") from error
-    place, more = _after(text, text.index("[") + 1), True
-    if text[place : place + 1] == "]":
-        place, more = place + 1, False
+    index, more = _after(text, text.index("[") + 1), True
+    if text[index : index + 1] == "]":
+        index, more = index + 1, False
     while more:
         row += 1
         where = Where(str(path), "row", row, row)
         try:
-            record, place = DECODER.raw_decode(text, place)
-            place = _after(text, place)
-            more = text[place : place + 1] == ","
-            if not more and text[place : place + 1] != "]":
+            record, index = DECODER.raw_decode(text, index)
+            index = _after(text, index)
+            more = text[index : index + 1] == ","
+            if not more and text[index : index + 1] != "]":
                 raise ValueError("not JSON (a comma or ']' is expected after it)")
         except json.JSONDecodeError as error:
             raise ValueError(f"{field}: {where}: cannot be read: not JSON ({error.msg})") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{field}: {where}: cannot be read: {error}") from error
-        place = _after(text, place + 1)
+        index = _after(text, index + 1)
         yield where, _checked(field, where, record)
-    if text[place:].strip(SPACE):
+    if text[index:].strip(SPACE):
         raise ValueError(f"{field}: {str(path)!r} cannot be read (text after the list of records)")
 
 
-def _after(text: str, place: int) -> int:
-    """The first place from `place` on that is no white space."""
-    while text[place : place + 1] and text[place] in SPACE:
-        place += 1
-    return place
+def _after(text: str, index: int) -> int:
+    """The first place from `index` on that is no white space."""
+    while text[index : index + 1] and text[index] in SPACE:
+        index += 1
+    return index
 
 
 def _checked(field: str, where: Where, record: Any) -> Record:

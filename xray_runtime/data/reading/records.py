@@ -115,7 +115,7 @@ def _replies(
 
 
 def _is_asked(messages: Messages) -> bool:
-    """Whether an assistant's reply is to follow."""
+    """Whether an assistant's reply must follow."""
     roles = [message["role"] for message in messages if message["role"] != "system"]
     return "user" in roles and roles[-1] in ASKING
 
@@ -205,8 +205,8 @@ def _prompt(where: object, record: Record, unread: Unread) -> Messages:
         messages, learned = _conversation(where, "prompt", record | {"reasoning_content": None}, unread)
         _refuse_learned(where, "prompt", learned)
     if not messages or messages[-1]["role"] not in ASKING:
-        found = repr(messages[-1]["role"]) if messages else "an empty list"
-        raise ValueError(f"{where}: prompt must end with a user message (or a tool's), not {found}")
+        role = repr(messages[-1]["role"]) if messages else "an empty list"
+        raise ValueError(f"{where}: prompt must end with a user message (or a tool's), not {role}")
     return messages
 
 
@@ -289,9 +289,9 @@ def _refuse_placeholders(where: object, column: str, messages: Messages) -> None
         text = message["content"]
         if message["role"] != "user" or "<" not in text:
             continue
-        found = PLACEHOLDER.match(text) or PLACEHOLDER.fullmatch(text.rstrip().rpartition("\n")[2])
-        if found and f"</{found[2]}>" not in text:
+        match = PLACEHOLDER.match(text) or PLACEHOLDER.fullmatch(text.rstrip().rpartition("\n")[2])
+        if match and f"</{match[2]}>" not in text:
             raise ValueError(
-                f"{where}: message {number} of {column} has the placeholder {shown(found[0].strip())} of a picture, "
+                f"{where}: message {number} of {column} has the placeholder {shown(match[0].strip())} of a picture, "
                 "sound or video, which are not read; remove such rows"
             )

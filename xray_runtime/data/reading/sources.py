@@ -113,7 +113,7 @@ def _files_of(path: Path, source: str, split: str) -> list[Path] | None:
     import datasets
 
     config = datasets.load_dataset_builder(source).config
-    files = {str(name): [Path(file) for file in found] for name, found in (config.data_files or {}).items()}
+    files = {str(name): [Path(file) for file in paths] for name, paths in (config.data_files or {}).items()}
     if getattr(config, "field", None) or any(file_format(file) is None for one in files.values() for file in one):
         return None
     if split not in files and split.isidentifier():

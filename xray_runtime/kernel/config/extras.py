@@ -13,8 +13,8 @@ DISTRIBUTION = "xray-rlhf"
 
 def packages_of(extra: str) -> list[Requirement]:
     """The packages that an extra installs beside X-ray's own requirements."""
-    found = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    marked = [each for each in found if each.marker is not None and not each.marker.evaluate({"extra": ""})]
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    marked = [each for each in requirements if each.marker is not None and not each.marker.evaluate({"extra": ""})]
     return [each for each in marked if each.marker is not None and each.marker.evaluate({"extra": extra})]
 
 

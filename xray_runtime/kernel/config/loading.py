@@ -85,9 +85,9 @@ def _parse(text: str, where: str) -> Any:
         return _yaml().load(text)
     except YAMLError as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        place = f"{where}:{mark.line + 1}" if mark is not None else where
+        line = f"{where}:{mark.line + 1}" if mark is not None else where
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{place}: not valid YAML: {reason}") from None
+        raise ConfigError(f"{line}: not valid YAML: {reason}") from None
     # Its constructors raise these for a value that does not match its tag (!!bool, !!timestamp).
     except (RecursionError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -47,8 +47,8 @@ class PlugSection(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
         """As validation: the tag may be left out, so that a config may be one of several plugs."""
-        found = handler(schema)
-        return {"anyOf": found["oneOf"]} if "oneOf" in found else found
+        schema_of_union = handler(schema)
+        return {"anyOf": schema_of_union["oneOf"]} if "oneOf" in schema_of_union else schema_of_union
 
     @classmethod
     def lacks(cls, field: str) -> str | None:

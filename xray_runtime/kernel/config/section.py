@@ -59,8 +59,8 @@ class Section(BaseModel):
 
     def resolved(self, device: str) -> Self:
         """The section with the values that `auto` means on `device` ("cpu" or "cuda"), also in the sections in it."""
-        found = {name: _resolved(getattr(self, name), device) for name in type(self).model_fields}
-        return self.model_copy(update=found)
+        fields = {name: _resolved(getattr(self, name), device) for name in type(self).model_fields}
+        return self.model_copy(update=fields)
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if the section, at a dotted `path` in a stage's config, conflicts with `runtime`; the
@@ -196,8 +196,8 @@ class RuntimeConfig(Section):
 
     def in_keys(self) -> dict[str, Any]:
         """The fields that change results; they are in every stage key."""
-        found: dict[str, Any] = {"device": self.device, "threads": self.threads}
-        return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
+        fields: dict[str, Any] = {"device": self.device, "threads": self.threads}
+        return fields | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
 
     @model_validator(mode="after")
     def _fits_the_device(self) -> Self:

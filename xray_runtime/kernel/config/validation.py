@@ -108,19 +108,19 @@ def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list
 
 def _places(root: type[BaseModel], name: str) -> list[str]:
     """Paths of all fields called `name` below `root`, nearest first; N is the number of a list's item."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     pending: list[tuple[str, type[BaseModel], tuple[Any, ...]]] = [("", root, ())]
     for prefix, model, above in pending:
         for field, info in model.model_fields.items():
             if field == name:
-                found[f"{prefix}{field}"] = None
+                paths[f"{prefix}{field}"] = None
             numbered = ".N" if "list" in str(info.annotation) else ""
             pending += [
                 (f"{prefix}{field}{numbered}.", inner, (*above, model))
                 for inner in _models(info.annotation)
                 if inner not in (*above, model)
             ]
-    return list(found)
+    return list(paths)
 
 
 def _member(owner: Any, name: str) -> Any:
@@ -129,8 +129,8 @@ def _member(owner: Any, name: str) -> Any:
     models = _models(annotation)
     if not models:
         return owner
-    found = models[0] if len(models) == 1 else tuple(models)
-    return [found] if get_origin(annotation) in (list, dict) else found
+    member = models[0] if len(models) == 1 else tuple(models)
+    return [member] if get_origin(annotation) in (list, dict) else member
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -77,7 +77,7 @@ class View:
 
 @cache
 def confinement() -> Confinement:
-    """How programs are confined here: the first that works. Says once what is missing if it is no `OWN_ROOM`."""
+    """The first kind of confinement that works here. Logs once what is missing for a kind of `OWN_ROOM`."""
     missing = []
     for how in ORDER:
         why = _why_not(how)
@@ -129,8 +129,12 @@ def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
 def plain_environment(home: Path, how: Confinement) -> dict[str, str]:
     """The variables of a confined program."""
     directory = HOME if how in OWN_ROOM else str(home)
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    return {"PATH": os.defpath} | kept | {"HOME": directory, "TMPDIR": directory, "USER": "nobody", "LOGNAME": "nobody"}
+    variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return (
+        {"PATH": os.defpath}
+        | variables
+        | {"HOME": directory, "TMPDIR": directory, "USER": "nobody", "LOGNAME": "nobody"}
+    )
 
 
 def venv_paths(venv: Path) -> list[Path]:
@@ -166,10 +170,10 @@ def _python() -> list[Path]:
     """Our Python, and the code that runs inside."""
     is_venv = sys.prefix != sys.base_prefix
     prefix = [Path(sys.prefix)] if is_venv else _of_prefix(Path(sys.prefix))
-    found = [*prefix, *_of_prefix(Path(sys.base_prefix)), Path(sysconfig.get_path("stdlib"))]
+    paths = [*prefix, *_of_prefix(Path(sys.base_prefix)), Path(sysconfig.get_path("stdlib"))]
     own = Path(__file__).parent
     above = [folder / "__init__.py" for folder in own.parents if folder.is_relative_to(_root() / "xray_runtime")]
-    return [*found, Path(sys.executable).resolve().parent, *above, own]
+    return [*paths, Path(sys.executable).resolve().parent, *above, own]
 
 
 def _bubblewrap(readable: Sequence[str], files: Sequence[str], view: View) -> list[str]:

@@ -23,13 +23,13 @@ SCOPES = 3
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIRECTORY, TRUNCATE, IOCTL = 1, 2, 4, 8, 2**14, 2**15
 READ = EXECUTE | READ_FILE | READ_DIRECTORY
 OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
-"""Rights that make sense for what is no directory."""
+"""Rights that apply to files that are not directories."""
 
 
 def version() -> int:
     """The kernel's version of Landlock; 0 if it has none."""
-    found: int = _libc().syscall(CREATE_RULESET, None, 0, VERSION)
-    return max(0, found)
+    number: int = _libc().syscall(CREATE_RULESET, None, 0, VERSION)
+    return max(0, number)
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], port: int | None) -> None:

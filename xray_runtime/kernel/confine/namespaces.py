@@ -61,10 +61,10 @@ def exit_code(status: int) -> int:
 
 
 def make_root(root: str, readable: Iterable[tuple[str, str]], devices: Iterable[str], home: str, mb: int) -> None:
-    """Make a new root in the directory `root` and go there; what was there before cannot be reached any more.
+    """Make a new root in the directory `root` and enter it; the old root can no longer be reached.
 
     Args:
-        readable: (path outside, path inside) of what can be read; what does not exist is left out.
+        readable: (path outside, path inside) of what can be read; missing paths are left out.
         devices: devices that can be used.
         home: directory to write to, in /tmp; it becomes the working directory.
         mb: size of /tmp, and of /dev/shm.

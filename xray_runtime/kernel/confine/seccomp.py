@@ -106,7 +106,7 @@ def agent_filter(has_own_room: bool, machine: str | None = None) -> bytes:
 def _by_argument(has_own_room: bool) -> dict[str, list[Step]]:
     """Call → steps that end with the answer to it."""
     self_only = _equal(0, [0], REFUSED)
-    found = {
+    rules = {
         "clone": _bits(0, NEW_NAMESPACES, REFUSED, ALLOW),
         "ioctl": _equal(1, IOCTLS, ERROR | errno.ENOTTY),
         "fcntl": _equal(1, FCNTLS, REFUSED),
@@ -124,10 +124,10 @@ def _by_argument(has_own_room: bool) -> dict[str, list[Step]]:
     networks = [socket.AF_INET, socket.AF_INET6]
     if has_own_room:
         local = [*_unless(2, NETLINK_ROUTE, REFUSED), *_equal(0, [socket.AF_NETLINK], REFUSED)]
-        return found | {"socket": [*_allow_if(0, [socket.AF_UNIX, *networks]), *local]}
+        return rules | {"socket": [*_allow_if(0, [socket.AF_UNIX, *networks]), *local]}
     # Landlock knows neither datagrams nor MPTCP and SCTP.
     stream = [*_kind_unless(socket.SOCK_STREAM), *_equal(2, [0, socket.IPPROTO_TCP], REFUSED)]
-    return found | {"socket": [*_refuse_unless_any(0, networks), *stream]}
+    return rules | {"socket": [*_refuse_unless_any(0, networks), *stream]}
 
 
 def _end(answer: int) -> list[Step]:
@@ -154,7 +154,7 @@ def _unless(argument: int, value: int, answer: int) -> list[Step]:
 
 
 def _refuse_unless_any(argument: int, values: Sequence[int]) -> list[Step]:
-    jumps = [(JUMP_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    jumps = [(JUMP_EQUAL, value, len(values) - number, 0) for number, value in enumerate(values)]
     return [_load(argument), *jumps, *_end(REFUSED)]
 
 
@@ -171,11 +171,11 @@ def _bits(argument: int, bits: int, answer: int, otherwise: int) -> list[Step]:
 
 def _when(body: Sequence[Step], *numbers: int | None) -> list[Step]:
     """`body` for each call with one of the numbers."""
-    found: list[Step] = []
+    steps: list[Step] = []
     for number in numbers:
         if number is not None:
-            found += [(JUMP_EQUAL, number, 0, len(body)), *body]
-    return found
+            steps += [(JUMP_EQUAL, number, 0, len(body)), *body]
+    return steps
 
 
 def _each(calls: Iterable[Numbers], column: int, answer: int) -> list[Step]:

@@ -75,10 +75,10 @@ def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Lin
         raise ValueError(f"line {number} is cut short")
     try:
         envelope = read_envelope(text)
-        found = read_record(envelope, record)
+        entry = read_record(envelope, record)
     except ValueError as error:
         raise ValueError(f"line {number} is not an entry ({first_line(error)})") from None
-    return Line(number, hashlib.sha256(text).hexdigest(), envelope, found.predicate, found.files)
+    return Line(number, hashlib.sha256(text).hexdigest(), envelope, entry.predicate, entry.files)
 
 
 class ChainCheck:

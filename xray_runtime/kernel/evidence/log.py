@@ -68,10 +68,10 @@ class LogTail:
     def sound_view(self) -> LogView:
         """The state now. Raises ValueError unless every line is sound."""
         with self._lock:
-            found = self._read()
+            read = self._read()
             if self._problem:
                 raise ValueError(f"{self._path.name}: {self._problem}")
-            return found
+            return read
 
     def _read(self) -> LogView:
         try:
@@ -90,9 +90,9 @@ class LogTail:
         self._status: tuple[int, ...] = ()
 
     def _catch_up(self, file: BinaryIO) -> None:
-        found = os.fstat(file.fileno())
-        # The time of the last change cannot be set by whoever writes the file.
-        status = found.st_ino, found.st_size, found.st_ctime_ns
+        state = os.fstat(file.fileno())
+        # A writer of the file cannot set its change time.
+        status = state.st_ino, state.st_size, state.st_ctime_ns
         if status == self._status:
             return
         if not self._continues(file, status):
@@ -157,5 +157,5 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:
     """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
-    found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
-    return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}
+    files = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
+    return {path.relative_to(output).as_posix(): file_sha256(path) for path in files}

@@ -209,9 +209,9 @@ class LogView(ChainState):
 
     def state(self, kind: type[T]) -> T:
         """The state of a class that entries fold themselves into; empty before the first of them."""
-        found = self.states.setdefault(kind, kind())
-        assert isinstance(found, kind)
-        return found
+        state_of_kind = self.states.setdefault(kind, kind())
+        assert isinstance(state_of_kind, kind)
+        return state_of_kind
 
     def copy(self) -> Self:
         """A view that changes without changing this one."""
@@ -255,8 +255,8 @@ class LogView(ChainState):
     def open_runs(self, output: Path) -> set[str]:
         """Runs at work, and those that were cut short and not followed by another in their place."""
         last = {run.run_directory: run_id for run_id, run in self.runs.items()}
-        found = {run_id for run_id in last.values() if run_id not in self.ended}
-        return found | {run_id for run_id in self.runs.keys() - self.ended.keys() if is_at_work(output, run_id)}
+        run_ids = {run_id for run_id in last.values() if run_id not in self.ended}
+        return run_ids | {run_id for run_id in self.runs.keys() - self.ended.keys() if is_at_work(output, run_id)}
 
     def add(self, line: Line) -> None:
         self.heads.append(line.sha256)

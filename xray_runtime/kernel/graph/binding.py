@@ -114,8 +114,8 @@ class Binding:
 def _field(function: str | None, models: Sequence[str]) -> Mapping[str, Any]:
     """The field of the kind of reward that takes a function, or reward models in these roles."""
     kinds = REGISTRIES[REWARDS]
-    found = (kinds.get(name).given(function, models) for name in kinds)
-    return next(field for field in found if field is not None)
+    given = (kinds.get(name).given(function, models) for name in kinds)
+    return next(field for field in given if field is not None)
 
 
 def article(type: type[Artifact]) -> str:

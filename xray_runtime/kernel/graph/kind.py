@@ -152,10 +152,10 @@ class StageKind(Generic[C]):
 
     def outside_of(self, config: C) -> dict[str, str]:
         """All that a stage reads from outside: by `outside`, and by the sections of its config."""
-        found = dict(self.outside(config))
+        fields = dict(self.outside(config))
         for path, part in sections(config):
-            found |= {f"{path}.{field}" if path else field: value for field, value in part.outside_fields.items()}
-        return found
+            fields |= {f"{path}.{field}" if path else field: value for field, value in part.outside_fields.items()}
+        return fields
 
     @property
     def sections(self) -> list[type[Section]]:
@@ -189,14 +189,14 @@ class StageKind(Generic[C]):
 
     def inputs_at(self, paths: Mapping[str, Path]) -> Any:
         """The inputs with their paths by role; a role that takes several has `ROLE.0`, `ROLE.1`, …"""
-        found: dict[str, Any] = {}
+        artifacts: dict[str, Any] = {}
         for name, role in self.roles.items():
             if role.many:
                 numbers = sorted(int(r.rsplit(".", 1)[1]) for r in paths if r.startswith(f"{name}."))
-                found[name] = [role.type(paths[f"{name}.{number}"]) for number in numbers]
+                artifacts[name] = [role.type(paths[f"{name}.{number}"]) for number in numbers]
             elif name in paths:
-                found[name] = role.type(paths[name])
-        return self.inputs(**found)
+                artifacts[name] = role.type(paths[name])
+        return self.inputs(**artifacts)
 
     def validated(self, values: Mapping[str, Any], where: str = "") -> C:
         """Validate keyword fields. Raises ConfigError: one line with field, value and what is allowed."""

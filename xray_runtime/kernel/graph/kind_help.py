@@ -161,11 +161,11 @@ def meanings(owner: type[Any]) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError):  # a class from an interactive session has no source
         return {}
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    texts = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+            texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
 
 
 def role_text(role: DescribedRole, type: str) -> str:
@@ -197,8 +197,8 @@ def field_help(section: type[BaseModel], link: Callable[[str], str] = str) -> It
 def meaning(section: type[BaseModel], field: str) -> str:
     """A field's description, inherited from a base section if the section only overrides the default."""
     classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
-    found = next((text for c in classes if (text := c.model_fields[field].description)), "")
-    return " ".join(found.split())
+    description = next((text for c in classes if (text := c.model_fields[field].description)), "")
+    return " ".join(description.split())
 
 
 def _allowed(schema: Mapping[str, Any], link: Callable[[str], str]) -> str:

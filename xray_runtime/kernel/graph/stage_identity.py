@@ -67,9 +67,9 @@ def identify(
     for path, part in chosen:
         for field in part.not_in_key:
             section(values, path).pop(field)
-    for field, found in zip(fields, outside, strict=True):
+    for field, content in zip(fields, outside, strict=True):
         above, _, last = field.rpartition(".")
-        section(values, above)[last] = f"{found.kind}:{found.digest}"
+        section(values, above)[last] = f"{content.kind}:{content.digest}"
     if kind.computes:
         values["runtime"] = runtime.in_keys()
     code = _code(kind.module, frozenset(module for _, part in chosen for module in part.plugs()))
@@ -83,9 +83,9 @@ def identify(
         config=values,
         seed=seed,
         parents=dict(parents),
-        functions={name: found.modules for name, found in called.items()},
+        functions={name: content.modules for name, content in called.items()},
         code=code.modules,
-        versions={name: version for found in (code, *called.values()) for name, version in found.libraries.items()},
+        versions={name: version for content in (code, *called.values()) for name, version in content.libraries.items()},
     )
     return identity, outside
 
@@ -110,7 +110,7 @@ def _code(module: str, plugs: frozenset[str]) -> Code:
 
     code = reached({module, *plugs})
     # Each of these plugs may compute.
-    found = [getattr(importlib.import_module(m), name) for m, name in BY_CONTENT.items() if m in code.modules]
-    registries: list[Registry[object]] = found
+    declared = [getattr(importlib.import_module(m), name) for m, name in BY_CONTENT.items() if m in code.modules]
+    registries: list[Registry[object]] = declared
     chosen = {registry.module(name) for registry in registries for name in registry}
     return reached({module, *plugs, *chosen}) if chosen else code

@@ -53,8 +53,8 @@ class Finding:
         return not meanings()[self.code].is_note
 
     def to_json(self) -> dict[str, object]:
-        found = meanings()[self.code]
-        return asdict(self) | {"broken": self.is_broken, "meaning": found.meaning, "mend": found.remedy}
+        meaning = meanings()[self.code]
+        return asdict(self) | {"broken": self.is_broken, "meaning": meaning.meaning, "mend": meaning.remedy}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +112,13 @@ CHECKS = Registry[AuditCheck]("audit check", "xray_runtime.trust.audit.checks", 
 @cache
 def meanings() -> dict[str, Meaning]:
     """Code → meaning, of the findings of all checks. Raises ValueError where two checks introduce one code."""
-    found: dict[str, Meaning] = {}
+    by_code: dict[str, Meaning] = {}
     for name in CHECKS:
         codes = CHECKS.get(name).codes
-        if twice := found.keys() & codes.keys():
+        if twice := by_code.keys() & codes.keys():
             raise ValueError(f"audit check {name!r}: {min(twice)!r} is not allowed: another check introduces it")
-        found |= codes
-    return found
+        by_code |= codes
+    return by_code
 
 
 def is_erased(node: Node, log: LogView, path: str) -> bool:
@@ -159,7 +159,7 @@ def read_log(output: Path, verifier: Verifier | None, verified: Head = EMPTY) ->
     view = LogView()
     # A line's digest stands for all lines before it.
     known = verified.entries if has_head(output, verified) else 0
-    found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", known)
+    findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", known)
     if not os.path.lexists(output / LOG):
-        found.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
-    return view, found
+        findings.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
+    return view, findings

@@ -128,16 +128,16 @@ class CheckpointGraph:
     @cached_property
     def children(self) -> dict[str, list[tuple[str, str]]]:
         """Digest → (role, digest) of the checkpoints made from it."""
-        found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        by_parent: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for node in self.nodes.values():
             for role, parent in node.manifest.parents.items():
-                found[parent].append((role, node.sha256))
-        return dict(found)
+                by_parent[parent].append((role, node.sha256))
+        return dict(by_parent)
 
     def judgements_of(self, policy: str, *types: type[Artifact]) -> list[Node]:
         """Checkpoints of `types` (Evaluation, Comparison) that judge `policy`, by digest."""
-        found = {child: self.nodes[child] for _, child in self.children.get(policy, [])}
-        return [node for _, node in sorted(found.items()) if node.judges(policy, *types)]
+        nodes = {child: self.nodes[child] for _, child in self.children.get(policy, [])}
+        return [node for _, node in sorted(nodes.items()) if node.judges(policy, *types)]
 
     def parents(self, sha256: str) -> list[tuple[str, str]]:
         """(role, digest) of a checkpoint's parents, which need not be in the store."""
@@ -161,7 +161,7 @@ class CheckpointGraph:
         }
         statement = statements.pop(sha256, None)
         inherited = [
-            found for parent in statements.values() if parent for found in parent.predicate.build.internal.sources
+            source for parent in statements.values() if parent for source in parent.predicate.build.internal.sources
         ]
         return [s for s in statement.predicate.build.internal.sources if s not in inherited] if statement else []
 

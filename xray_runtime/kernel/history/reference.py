@@ -32,8 +32,8 @@ class LineageStore:
     @property
     def artifacts(self) -> Path | None:
         """Directory of the artifacts of new experiments; None leaves that to a server."""
-        own = self.tracking_uri == own_store(self.output)
-        return self.output.absolute() / ARTIFACTS if own else None
+        is_default = self.tracking_uri == own_store(self.output)
+        return self.output.absolute() / ARTIFACTS if is_default else None
 
 
 def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:
@@ -164,12 +164,12 @@ def _registered(reference: str, output: Path | None, tracking_uri: str | None) -
     uri = tracking_uri or (_own_tracking(output) if output is not None else None) or tracking_address()
     if uri is None:
         raise ConfigError(f"REF: {reference!r} needs --tracking-uri (or --output DIR with mlflow.db in it)")
-    found = registered_checkpoint(uri, reference)
-    if found is None:
+    checkpoint = registered_checkpoint(uri, reference)
+    if checkpoint is None:
         raise ConfigError(
             f"REF: {reference!r} is not a registered model's alias or version in {strip_credentials(uri)}"
         )
-    sha256, directory = found
+    sha256, directory = checkpoint
     return sha256, output or directory.parent.parent, uri
 
 

@@ -105,7 +105,7 @@ def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least:
 
 
 def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
-    path, found = directory / SIGNED, _Signed()
+    path, signed = directory / SIGNED, _Signed()
     if os.path.lexists(path):
         try:
             verifier = verifier or evidence().verifier(output)
@@ -113,13 +113,13 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
         except (OSError, ValueError) as error:
             reason = first_line(error)
             raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
-        found = _Signed(line.entry.changes, line.sha256, line.files)
+        signed = _Signed(line.entry.changes, line.sha256, line.files)
     known = log.state(SignedDirectories).get(directory.relative_to(output).as_posix())
-    if known is not None and known.changes >= found.changes and known.statement != found.statement:
+    if known is not None and known.changes >= signed.changes and known.statement != signed.statement:
         raise ConfigError(
-            f"{path}: it counts {found.changes} changes, the signed log {known.changes}: restore the newest copy"
+            f"{path}: it counts {signed.changes} changes, the signed log {known.changes}: restore the newest copy"
         )
-    return found
+    return signed
 
 
 def _content(output: Path, path: Path, expected: str | None, log: LogView) -> bytes:

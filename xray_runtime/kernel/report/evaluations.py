@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INTERVAL = "_ci95"
 NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0}
-"""What a number would be if there were no difference."""
+"""Number → its value if there were no difference."""
 
 
 class Number(NamedTuple):
@@ -70,16 +70,16 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
     assert kind.results is not None
     policy = kind.sides[0]
     others = {role: sha for role, sha in manifest.parents.items() if role != policy}
-    found = json.loads(read_published(directory, sha256, kind.results))
-    judges = found.get("judges") or {}
+    results = json.loads(read_published(directory, sha256, kind.results))
+    judges = results.get("judges") or {}
     # Each judge has its own column of wins.
     left_out = {"samples", "win_rate"} if judges else {"samples"}
     numbers = {
         f"win_rate by {judge}": Number(result["win_rate"], *result["win_rate_ci95"]) for judge, result in judges.items()
     }
-    for name, value in sorted(found.items()):
+    for name, value in sorted(results.items()):
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
-            numbers[name] = Number(float(value), *found.get(f"{name}{INTERVAL}") or ())
+            numbers[name] = Number(float(value), *results.get(f"{name}{INTERVAL}") or ())
     way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
     return Measured(manifest.stage, manifest.parents[policy], way, numbers)
 
@@ -97,16 +97,16 @@ class SideBySide:
         return [[policy, *("" if n is None else str(n) for n in numbers)] for policy, numbers in self.rows]
 
 
-def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
+def side_by_side(evaluations: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
     """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
-    first = {one.way: one.stage for one in reversed(found)}
+    first = {one.way: one.stage for one in reversed(evaluations)}
     used: dict[str, set[str]] = {}
-    for one in found:
+    for one in evaluations:
         for name in one.numbers:
             used.setdefault(name, set()).add(one.way)
     columns: dict[tuple[str, str], str] = {}
     rows: dict[str, dict[str, Number]] = {}
-    for one in found:
+    for one in evaluations:
         for name, number in one.numbers.items():
             label = name if len(used[name]) == 1 else f"{name}, {first[one.way]}"
             column = columns.setdefault((one.way, name), label)
@@ -120,8 +120,8 @@ def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideByS
 def figure(table: SideBySide) -> Figure | None:
     """A panel for each column that several policies have, with 95% intervals; None if there is none."""
     shown = [
-        (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
-        for place, name in enumerate(table.columns)
+        (name, [(policy, numbers[index]) for policy, numbers in table.rows if numbers[index] is not None])
+        for index, name in enumerate(table.columns)
     ]
     shown = [(name, points) for name, points in shown if len(points) > 1]
     if not shown:
@@ -131,12 +131,12 @@ def figure(table: SideBySide) -> Figure | None:
     height = max(PANEL_INCHES[1], 0.7 + LINE_INCHES * len(policies))
     drawn, grid = panel_grid([name for name, _ in shown], height, "constrained")
     for number, (axes, (_, points)) in enumerate(zip(grid, shown, strict=True)):
-        for policy, found in points:
-            assert found is not None
-            place = policies.index(policy)
-            axes.plot(found.value, place, "o", color=COLORS[0], markersize=4)
-            if found.low is not None and found.high is not None:
-                axes.plot([found.low, found.high], [place, place], color=COLORS[0], linewidth=1.6)
+        for policy, values in points:
+            assert values is not None
+            index = policies.index(policy)
+            axes.plot(values.value, index, "o", color=COLORS[0], markersize=4)
+            if values.low is not None and values.high is not None:
+                axes.plot([values.low, values.high], [index, index], color=COLORS[0], linewidth=1.6)
         axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
         axes.set_ylim(len(policies) - 0.5, -0.5)
     return drawn

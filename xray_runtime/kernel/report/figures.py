@@ -56,10 +56,10 @@ def parse_metrics(content: bytes) -> dict[str, list[tuple[int, float]]]:
         try:
             record = json.loads(line)
             step, points = record["step"], record["metrics"].items()
-            found = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
+            parsed = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        for name, at, value in found:
+        for name, at, value in parsed:
             series.setdefault(name, []).append((at, value))
     return series
 

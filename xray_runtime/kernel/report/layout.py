@@ -28,7 +28,7 @@ class _Item:
     x: float = 0.0
     """Its middle."""
     near: list[_Item] = field(default_factory=list)
-    """What it is joined with, in the layers beside it."""
+    """The items that it is joined with, in the layers beside it."""
 
     def wanted(self) -> float:
         return sum(item.x for item in self.near) / len(self.near) if self.near else self.x

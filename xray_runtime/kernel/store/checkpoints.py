@@ -256,8 +256,8 @@ def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
 
 def open_bounded(path: Path, limit: int) -> FileIO:
     """A file to read. Raises ValueError for a link, a special file or more than `limit` bytes; OSError."""
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
         raise ValueError(f"{path}: a link, not a file, or larger than {limit} bytes")
     # A link or a pipe put there meanwhile is neither followed nor waited for.
     return FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -293,20 +293,20 @@ def inspect(directory: Path, sha256: str | None = None, digest: Digest | None = 
         manifest, actual = read_manifest(directory)
     except ValueError as error:
         return [Damage("manifest-malformed", MANIFEST, str(error))]
-    found = []
+    damages = []
     if sha256 is not None and actual != sha256:
         text = f"{MANIFEST} is not the one this checkpoint was published with"
-        found.append(Damage("manifest-replaced", MANIFEST, text))
+        damages.append(Damage("manifest-replaced", MANIFEST, text))
     listed = {entry.path: entry for entry in manifest.files}
     safe = {path: entry for path, entry in listed.items() if is_safe(path)}
     unsafe = sorted(listed.keys() - safe)
-    found += [Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in unsafe]
-    found += [
+    damages += [Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in unsafe]
+    damages += [
         Damage("file-added", path, f"{path} was added") for path in sorted(present_files(directory) - set(listed))
     ]
     with ThreadPoolExecutor() as pool:
         checked = pool.map(lambda entry: check_file(directory, entry, digest), safe.values())
-    return found + [damage for damage in checked if damage]
+    return damages + [damage for damage in checked if damage]
 
 
 def _sweep(folder: Path) -> None:

@@ -78,5 +78,5 @@ def function_code(function: Function, packages: Iterable[str], leave_out: Collec
         home = getattr(function, "__module__", None)
         followed |= ({top_of(home)} if home in reached else set()) - sys.stdlib_module_names
     roots = sorted(module for module in reached if top_of(module) not in sys.stdlib_module_names)
-    found = code_reached(roots, followed, leave_out)
-    return found._replace(modules=own | found.modules)
+    code = code_reached(roots, followed, leave_out)
+    return code._replace(modules=own | code.modules)

@@ -109,7 +109,7 @@ def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
     """Compare again after it was read; unchanged files are not read again.
 
     Raises:
-        OutsideChangedError: it is no longer what it was.
+        OutsideChangedError: it changed meanwhile.
         OutsideError: it is gone.
     """
     now = outside_digest(outside.name, memory, field=outside.field, holds=outside.holds)
@@ -121,11 +121,11 @@ def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
 
 
 def _digest_of_all(files: list[tuple[str, Path]], memory: DigestMemory) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with FileReader(memory) as reader:
         for name, path in files:
-            whole.update(json.dumps([name, reader.digest(path)]).encode())
-    return whole.hexdigest()
+            digest.update(json.dumps([name, reader.digest(path)]).encode())
+    return digest.hexdigest()
 
 
 def _files_below(top: Path, directory: Path, above: tuple[str, ...]) -> Iterator[tuple[str, Path]]:

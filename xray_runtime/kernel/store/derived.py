@@ -46,9 +46,9 @@ class Derived:
         target, building = self._folder / name, self._folder / f"{name}.building"
         # Concurrent trials of a search need the same file: one makes it, the others wait.
         with FileLock(self._folder / f"{name}.lock"):
-            found = self.find(name)
-            if found is not None:
-                return found
+            existing = self.find(name)
+            if existing is not None:
+                return existing
             # We hold the lock, so a file here was left by an ended process.
             _remove(building)
             building.mkdir()

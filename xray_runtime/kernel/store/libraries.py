@@ -81,11 +81,11 @@ def source_digest(name: str) -> str | None:
     source = _source(name)
     if source is None:
         return None
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
         line = [path.relative_to(source.parent).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]
-        whole.update(json.dumps(line).encode())
-    return whole.hexdigest()
+        digest.update(json.dumps(line).encode())
+    return digest.hexdigest()
 
 
 def _source(name: str) -> Path | None:

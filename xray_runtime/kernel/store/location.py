@@ -18,10 +18,10 @@ def locate(model: str, field: str = "base.model") -> tuple[str, str | None]:
     if model in PACKAGED_MODELS:
         package, file = PACKAGED_MODELS[model]
         # The package is not imported: only its file is needed.
-        found = importlib.util.find_spec(package)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
             raise ValueError(f"{field}: {model!r} needs the package {package.replace('_', '-')}")
-        return found.submodule_search_locations[0], file
+        return spec.submodule_search_locations[0], file
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():

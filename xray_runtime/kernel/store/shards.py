@@ -166,10 +166,10 @@ def shard_problem(directory: Path, shard: Shard) -> str | None:
     A process reads a file once for this, as long as it does not change.
     """
     try:
-        found = _sha256_in(directory / shard.file, FileState.of(directory / shard.file))
+        sha256 = _sha256_in(directory / shard.file, FileState.of(directory / shard.file))
     except OSError as error:
         return f"{directory / shard.file}: {error.strerror}"
-    return None if found == shard.sha256 else f"{directory / shard.file} was changed"
+    return None if sha256 == shard.sha256 else f"{directory / shard.file} was changed"
 
 
 @cache

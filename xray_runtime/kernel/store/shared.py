@@ -236,8 +236,8 @@ class SharedFolder:
     def read(self) -> dict[str, bytes]:
         """Name → content of every object, in order of the names."""
         names = self.store.names(self.name)
-        found = _together(lambda name: self.store.read(f"{self.name}/{name}"), names, True)
-        return {name: content for name, content in zip(names, found, strict=True) if content is not None}
+        contents = _together(lambda name: self.store.read(f"{self.name}/{name}"), names, True)
+        return {name: content for name, content in zip(names, contents, strict=True) if content is not None}
 
     def write(self, name: str, content: bytes) -> None:
         """Put an object in its place."""

@@ -135,14 +135,14 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _children(node: ast.AST) -> list[ast.AST]:
     """As `ast.iter_child_nodes`, without contexts (Load, Store) and without its generators, which are slow."""
-    found: list[ast.AST] = []
+    children: list[ast.AST] = []
     for name in node._fields:
         value = getattr(node, name, None)
         if isinstance(value, list):
-            found += [child for child in value if isinstance(child, ast.AST)]
+            children += [child for child in value if isinstance(child, ast.AST)]
         elif isinstance(value, ast.AST) and name != "ctx":
-            found.append(value)
-    return found
+            children.append(value)
+    return children
 
 
 def _imports(node: ast.AST, importers: Collection[str]) -> bool:

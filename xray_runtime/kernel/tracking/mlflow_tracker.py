@@ -114,9 +114,9 @@ class Tracker:
     ) -> StageRun:
         """The child run of `stage`: the same one for every attempt at the same key."""
         query = f"tags.`{PARENT_TAG}` = '{parent_run_id}' and tags.`{KEY_TAG}` = '{key}'"
-        found = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
-        if found:
-            run = found[0]
+        runs = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
+        if runs:
+            run = runs[0]
             self.client.update_run(run.info.run_id, status="RUNNING")
             self.tag(run.info.run_id, more_tags or {})
         else:

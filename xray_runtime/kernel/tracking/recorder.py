@@ -256,9 +256,9 @@ class StageRecorder:
         self.seal.seal_content(self.metrics_path, self._hash.hexdigest(), self._size)
 
     def sealed(self) -> dict[Path, str]:
-        """Record → sha256 of every file that this attempt, or an earlier one, wrote and nobody changed since."""
-        found = {path: self.seal.sealed_sha256(path) for path in sorted(self._directory.iterdir())}
-        return {path: sha256 for path, sha256 in found.items() if sha256 is not None}
+        """Record → sha256 of every file that this or an earlier attempt wrote, if it did not change since."""
+        digests = {path: self.seal.sealed_sha256(path) for path in sorted(self._directory.iterdir())}
+        return {path: sha256 for path, sha256 in digests.items() if sha256 is not None}
 
     def finished(self) -> None:
         """Remove the snapshots: the stage is published."""

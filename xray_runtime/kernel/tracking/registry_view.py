@@ -51,9 +51,9 @@ class RegistryView:
     def history(self, run_id: str, names: Iterable[str]) -> set[Point]:
         """Every point of these metrics of a run."""
         return {
-            point(name, found.step, found.timestamp, found.value)
+            point(name, metric.step, metric.timestamp, metric.value)
             for name in names
-            for found in self._client.get_metric_history(run_id, name)
+            for metric in self._client.get_metric_history(run_id, name)
         }
 
     def model_of(self, sha256: str) -> str | None:
@@ -70,7 +70,7 @@ class RegistryView:
 def _all(search: Callable[..., Any], **arguments: Any) -> list[Any]:
     from mlflow.utils import get_results_from_paginated_fn
 
-    found: list[Any] = get_results_from_paginated_fn(
+    pages: list[Any] = get_results_from_paginated_fn(
         lambda size, token: search(max_results=size, page_token=token, **arguments), PAGE
     )
-    return found
+    return pages

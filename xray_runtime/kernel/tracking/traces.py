@@ -150,18 +150,18 @@ class AnswerTraces:
                 made = label_schemas.create_label_schema(**question, experiment_id=self._experiment_id)
                 known[made.name] = made
         try:
-            found = review_queues.get_review_queue(name=name, experiment_id=self._experiment_id)
+            queue = review_queues.get_review_queue(name=name, experiment_id=self._experiment_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            found = review_queues.create_review_queue(
+            queue = review_queues.create_review_queue(
                 name,
                 queue_type="custom",
                 users=list(judges) if len(judges) <= MAX_USERS else [],
                 schema_ids=[known[question["name"]].schema_id for question in _questions()],
                 experiment_id=self._experiment_id,
             )
-        return Queue(found.queue_id)
+        return Queue(queue.queue_id)
 
 
 class Queue:
@@ -176,10 +176,10 @@ class Queue:
         """Trace → its status: pending, complete or declined."""
         from mlflow.utils import get_results_from_paginated_fn
 
-        found = get_results_from_paginated_fn(
+        entries = get_results_from_paginated_fn(
             lambda size, token: self._queues.list_review_queue_items(self._id, max_results=size, page_token=token), PAGE
         )
-        return {item.item_id: str(item.status) for item in found}
+        return {item.item_id: str(item.status) for item in entries}
 
     def add(self, answers: Sequence[str]) -> None:
         for start in range(0, len(answers), PAGE):
@@ -201,17 +201,17 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
     """
     from mlflow.tracing.client import TracingClient
 
-    client, traces, found = open_client(uri), TracingClient(uri), 0
+    client, traces, num_traces = open_client(uri), TracingClient(uri), 0
     for experiment in client.search_experiments():
-        own = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
-        _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in own])
-        found += len(own)
+        theirs = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
+        _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in theirs])
+        num_traces += len(theirs)
         for trace in _read(traces, experiment.experiment_id, IS_OURS):
             for assessment in trace.assessments:
                 if assessment.judge in (user, pseudonym):
                     traces.delete_assessment(TRACE + trace.answer, assessment.id)
-                    found += 1
-    return found
+                    num_traces += 1
+    return num_traces
 
 
 def _read(traces: TracingClient, experiment_id: str, query: str) -> list[ShownTrace]:
@@ -232,17 +232,17 @@ def _trace(info: TraceInfo) -> ShownTrace:
     return ShownTrace(answer, model, info.request_time or 0, tuple(map(_assessment, valid)))
 
 
-def _assessment(found: MlflowAssessment) -> Assessment:
-    content = found.feedback or found.expectation
+def _assessment(assessment: MlflowAssessment) -> Assessment:
+    content = assessment.feedback or assessment.expectation
     return Assessment(
-        id=found.assessment_id or "",
-        name=found.name,
+        id=assessment.assessment_id or "",
+        name=assessment.name,
         value=content.value if content is not None else None,
-        comment=found.rationale or None,
-        judge=found.source.source_id,
-        is_person=found.source.source_type == "HUMAN",
-        at_ms=found.last_update_time_ms or found.create_time_ms or 0,
-        feedback=(found.metadata or {}).get(FEEDBACK_KEY),
+        comment=assessment.rationale or None,
+        judge=assessment.source.source_id,
+        is_person=assessment.source.source_type == "HUMAN",
+        at_ms=assessment.last_update_time_ms or assessment.create_time_ms or 0,
+        feedback=(assessment.metadata or {}).get(FEEDBACK_KEY),
     )
 
 

@@ -177,8 +177,8 @@ class Monitor:
             for row in read_segment(path):
                 self.comparison.add(row, self._keys)
             self.through = number
-            if (found := self.comparison.outcome()) is not None:
-                return self.decision(*found)
+            if (outcome := self.comparison.outcome()) is not None:
+                return self.decision(*outcome)
         if now <= self._deadline:
             return None
         return self.decision("undecided", f"{began.rules.max_hours:g} hours were not enough")

@@ -211,17 +211,17 @@ class _Synchronization:
         except (ConfigError, TypeError) as error:
             return str(error)
         rows = self._recorded.feedback[trace.answer]
-        own = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
-        if own and (_signals(own[-1]) == signals or own[-1]["at_ms"] >= statement.at_ms):
+        same = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
+        if same and (_signals(same[-1]) == signals or same[-1]["at_ms"] >= statement.at_ms):
             return ""
-        if any(_signals(row) == signals for row in own):
+        if any(_signals(row) == signals for row in same):
             return "the judge went back to an earlier verdict, which counts once"
         if len(rows) >= MAX_OF_ANSWER:
             return f"there are {len(rows)} feedback about this answer already"
         return None
 
     def assess(self) -> None:
-        """Show what was last said outside MLflow."""
+        """Show the latest feedback from outside MLflow."""
         for answer, trace in self._shown.items():
             last = {(row["user"], name): row for row in self._recorded.feedback[answer] for name in _signals(row)}
             people = [each for each in trace.assessments if each.is_person]
@@ -242,7 +242,7 @@ class _Synchronization:
                 self.result.assessed += 1
 
     def fill_queue(self) -> None:
-        """Put answers that nobody has judged into the queue, and mark those that somebody has."""
+        """Queue answers without a judgement, and mark those that have one."""
         queue = self._traces.open_queue(self._config.queue, self._config.judges)
         items, feedback = queue.items(), self._recorded.feedback
         queue.add([answer for answer in self._shown if not feedback[answer] and TRACE + answer not in items])
@@ -271,5 +271,5 @@ def _shown(row: Mapping[str, Any]) -> ShownAnswer:
 
 
 def _signals(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = row["texts"].get("feedback")
-    return found if isinstance(found, dict) else {}
+    feedback = row["texts"].get("feedback")
+    return feedback if isinstance(feedback, dict) else {}

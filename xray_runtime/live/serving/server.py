@@ -205,8 +205,8 @@ class _Lifetime:
         options: dict[str, Any] = {"num_cpus": model.runtime.cpus_per_workhorse * model.tensor_parallel}
         if model.device == "cuda":
             # Ray cannot give parts of several GPUs.
-            whole = model.tensor_parallel > 1
-            options["num_gpus"] = model.tensor_parallel if whole else model.runtime.gpu_memory_fraction
+            is_split = model.tensor_parallel > 1
+            options["num_gpus"] = model.tensor_parallel if is_split else model.runtime.gpu_memory_fraction
         node, server = ray.get_runtime_context().get_node_id(), self._server
         self.address: Address | None = None
         self._actor = ray.remote(Replica).options(**options).remote(model, server.proxy.secret, node, server.recorder)

@@ -70,7 +70,8 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
             cause = root_cause(error)
             if isinstance(cause, PASSING) or is_out_of_memory(error):
                 raise
-            failure = f"{type(cause).__name__}: {cause_line(cause)}"
+            kind, text = type(cause).__name__, cause_line(cause)
+            failure = kind if text == kind else f"{kind}: {text}"
             raise ValueError(f"{refused}: it fails ({failure}); {remedy}") from error
         off = [_difference(*each, prompts) for each in zip((out, updated), answers, strict=True)]
     finally:
@@ -111,8 +112,8 @@ def _difference(directory: Path, answer: ReplyBatch, prompts: list[list[int]]) -
     replies = [ids.tolist() for ids in answer.response_ids]
     ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])
     lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True)])
-    found, _ = own_logprobs(lm, ids, lengths)
-    rows = found.split((lengths - 1).tolist())
+    logprobs, _ = own_logprobs(lm, ids, lengths)
+    rows = logprobs.split((lengths - 1).tolist())
     theirs = torch.cat([row[-len(reply) :] for row, reply in zip(rows, replies, strict=True)])
     ours = torch.cat([torch.from_numpy(row) for row in answer.rollout_logprobs])
     return float((theirs - ours).abs().mean())

@@ -70,12 +70,12 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     Raises:
         ValueError: the dataset has no such side, or no row of it fits.
     """
-    found = SUITES[stage.config.suite](stage, recorder, out)
-    content = {"suite": stage.config.suite, "samples": len(found.prompts), **found.numbers}
-    write_results(out, recorder, "benchmark.json", content, found.prompts, found.samples)
+    results = SUITES[stage.config.suite](stage, recorder, out)
+    content = {"suite": stage.config.suite, "samples": len(results.prompts), **results.numbers}
+    write_results(out, recorder, "benchmark.json", content, results.prompts, results.samples)
     recorder.metrics(plain_numbers(content, "benchmark"), step=0)
-    note = ", ".join(f"{name} {value:.3g}" for name, value in found.numbers.items() if isinstance(value, int | float))
-    recorder.progress(len(found.prompts), len(found.prompts), "prompts", note)
+    note = ", ".join(f"{name} {value:.3g}" for name, value in results.numbers.items() if isinstance(value, int | float))
+    recorder.progress(len(results.prompts), len(results.prompts), "prompts", note)
     return 0
 
 
@@ -233,9 +233,9 @@ def _sampled(
     config: SampledSuite = stage.config
     policy, (dataset, side) = stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, reply_tokens)
-    found = UniquePrompts(tokenizer, side, limit, stage.seal)
-    chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
+    prompts = UniquePrompts(tokenizer, side, limit, stage.seal)
+    chosen = _chosen(stage, np.arange(len(prompts)), config.num_prompts).tolist()
     unit, note = ("episodes", "played") if isinstance(config, EnvironmentSuite) else ("replies", "sampled")
     done = partial(recorder.progress, total=len(chosen) * samples, unit=unit, note=note)
-    given = stage, policy, tokenizer, found, chosen, samples, reply_tokens, recorder.log_dir, out, done
-    return [found[i][0] for i in chosen], found.columns(chosen), tokenizer, sample_groups_of(*given)
+    given = stage, policy, tokenizer, prompts, chosen, samples, reply_tokens, recorder.log_dir, out, done
+    return [prompts[i][0] for i in chosen], prompts.columns(chosen), tokenizer, sample_groups_of(*given)

@@ -39,7 +39,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     config, source = stage.config, stage.inputs.prompts.path
     groups = sample_groups(stage, stage.inputs.policy.path, source, out, recorder)
     best, skipped = kept(groups.rewards, config.min_reward, config.skip_tied)
-    rows = [row for row, place in enumerate(best.tolist()) if place != NONE]
+    rows = [row for row, reply in enumerate(best.tolist()) if reply != NONE]
     stats = groups.stats | skipped | {"kept": float(len(rows))}
     if not rows:
         reasons = {name: count for name, count in stats.items() if name.startswith(("skipped", "left_out")) and count}
@@ -70,11 +70,11 @@ def _examples(
     """The best replies of these prompts; of an agent's episode each call that is in the loss."""
     names = {row: f"{stage.name}-{row}" for row in rows}
     if groups.episodes is None:
-        found = []
+        examples = []
         for row, name in names.items():
             reasoning, answer = split_reasoning(groups.replies[row][best[row]])
-            found.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
-        return found
+            examples.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
+        return examples
     assert stage.config.environment is not None
     source = source_of(stage.config.environment)
     decode = partial(decode_reply, load_tokenizer(stage.inputs.policy.path))

@@ -56,11 +56,11 @@ def data_findings(series: Series) -> list[str]:
     """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")
     total, reasons = _dropped(counts)
-    found = [f"dropped {total:,} of {counts['read_pairs']:,} replies: {reasons}"] if total else []
+    findings = [f"dropped {total:,} of {counts['read_pairs']:,} replies: {reasons}"] if total else []
     for reason, why in ROWS.items():
         if counts.get(f"dropped_{reason}"):
-            found.append(f"{counts[f'dropped_{reason}']:,} of {counts['read_records']:,} rows {why}")
-    dropped: list[str] = [Note(f"{'; '.join(found)}; {LISTED}")] if found else []
+            findings.append(f"{counts[f'dropped_{reason}']:,} of {counts['read_records']:,} rows {why}")
+    dropped: list[str] = [Note(f"{'; '.join(findings)}; {LISTED}")] if findings else []
     alone = counts.get("prompts_without_reply", 0)
     if alone:
         dropped.append(Note(f"{alone:,} of {counts['read_pairs']:,} prompts have no reply: sft leaves them out"))
@@ -77,13 +77,13 @@ def preferences_findings(series: Series) -> list[str]:
 
 def _unread(counts: Mapping[str, int]) -> list[str]:
     """The most frequent columns and keys of messages that were not read."""
-    found = []
+    findings = []
     for what in ("columns_not_read", "message_keys_not_read"):
         named = {n.removeprefix(f"{what}/"): count for n, count in counts.items() if n.startswith(f"{what}/")}
         most = sorted(named.items(), key=lambda item: (-item[1], item[0]))
         if most:
-            found.append(f"{what.replace('_', ' ')}: {', '.join(f'{name} {count:,}' for name, count in most)}")
-    return [Note("; ".join(found))] if found else []
+            findings.append(f"{what.replace('_', ' ')}: {', '.join(f'{name} {count:,}' for name, count in most)}")
+    return [Note("; ".join(findings))] if findings else []
 
 
 def sft_findings(series: Series) -> list[str]:
@@ -127,38 +127,38 @@ def _counts(series: Series, group: str) -> dict[str, int]:
 
 def _dropped(counts: Mapping[str, int]) -> tuple[int, str]:
     """The number of dropped rows, and the reasons, the most frequent first."""
-    found = sorted(((counts.get(f"dropped_{key}", 0), why) for key, why in WHY.items()), reverse=True)
-    return sum(n for n, _ in found), ", ".join(f"{n:,} {why}" for n, why in found if n)
+    reasons = sorted(((counts.get(f"dropped_{key}", 0), why) for key, why in WHY.items()), reverse=True)
+    return sum(n for n, _ in reasons), ", ".join(f"{n:,} {why}" for n, why in reasons if n)
 
 
 def policy_findings(series: Series) -> list[str]:
     """Policy gradients: rewards without information, a policy that hardly changed, or signs of a hacked reward (metrics
     `hacking/…` from training)."""
-    found = prompt_findings(series)
+    findings = prompt_findings(series)
     deviations, tied = _values(series, "reward/std"), _values(series, "rollout/tied_groups")
     if deviations and max(deviations) <= SAME:
-        found.append("every reply had the same reward, so the policy could not learn")
+        findings.append("every reply had the same reward, so the policy could not learn")
     elif tied and min(tied) >= 1.0:
-        found.append("all replies to each prompt had the same reward, so no advantage was other than 0")
+        findings.append("all replies to each prompt had the same reward, so no advantage was other than 0")
     elif tied and fmean(tied) >= MOST:
-        found.append(f"all replies had the same reward for {fmean(tied):.0%} of the prompts, which had no effect")
+        findings.append(f"all replies had the same reward for {fmean(tied):.0%} of the prompts, which had no effect")
     moved = _values(series, "policy/approx_kl")
     if moved and sum(moved) < UNCHANGED:
-        found.append(
+        findings.append(
             f"the policy hardly changed: {sum(moved):.1g} nats per token over all updates; try a larger lr or more "
             "iterations"
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{fmean(cut):.0%} of the replies were cut off at max_new_tokens")
-    return found + _hacking(series)
+        findings.append(f"{fmean(cut):.0%} of the replies were cut off at max_new_tokens")
+    return findings + _hacking(series)
 
 
 def _hacking(series: Series) -> list[str]:
     names = sorted(name for name in series if name.startswith(SIGN))
     steps = sorted({step for points in series.values() for step, _ in points})
     size = max(1, min(WINDOW, len(steps) // 2))
-    found = []
+    findings = []
     for name in names:
         # Describe it at its last occurrence: the stage may have ended because of it, or continued without it.
         first_seen, last_seen = series[name][0][0], series[name][-1][0]
@@ -168,8 +168,8 @@ def _hacking(series: Series) -> list[str]:
             text = describe(name.removeprefix(SIGN), early, late)
         except KeyError:  # the record lacks metrics that the sign is based on
             text = f"a sign of a hacked reward: {name.removeprefix(SIGN)}"
-        found.append(f"{text} (seen from iteration {first_seen + 1} on)")
-    return found
+        findings.append(f"{text} (seen from iteration {first_seen + 1} on)")
+    return findings
 
 
 def monitored(series: Series) -> list[tuple[str, str]]:
@@ -178,13 +178,13 @@ def monitored(series: Series) -> list[tuple[str, str]]:
     if REPEATED not in series:
         return []
     signs = {name.removeprefix(SIGN): len(points) for name, points in sorted(series.items()) if name.startswith(SIGN)}
-    found = [("signs of a hacked reward", ", ".join(f"{n} in {i} iterations" for n, i in signs.items()) or "none")]
+    alerts = [("signs of a hacked reward", ", ".join(f"{n} in {i} iterations" for n, i in signs.items()) or "none")]
     for name, points in sorted(series.items()):
         if name.startswith(WATCHED) and points:
             size = max(1, min(WINDOW, len(points) // 2))
             ends = (fmean([value for _, value in part]) for part in (points[:size], points[-size:]))
-            found.append((name, " → ".join(f"{end:.4g}" for end in ends)))
-    return found
+            alerts.append((name, " → ".join(f"{end:.4g}" for end in ends)))
+    return alerts
 
 
 def _points(series: Series, steps: Sequence[int]) -> list[dict[str, float]]:
@@ -195,17 +195,17 @@ def _points(series: Series, steps: Sequence[int]) -> list[dict[str, float]]:
 def evaluation_findings(series: Series) -> list[str]:
     """Evaluations: a learned reward that rose although the gold score, or else the judge, did not."""
     last = {name.removeprefix("evaluate/"): points[-1][1] for name, points in series.items() if points}
-    found = prompt_findings(series)
+    findings = prompt_findings(series)
     if any(name not in last for name in ("reward_before", "reward_after", "win_rate")):
-        return found
+        return findings
     before, after, rate = (last[name] for name in ("reward_before", "reward_after", "win_rate"))
     if not after - before >= LARGE_RISE or rate > EVEN_WIN_RATE:
-        return found
+        return findings
     judged = "its judge did not find it better"
     if "gold_before" in last and "gold_after" in last:
         judged = f"the gold score went from {last['gold_before']:+.2f} to {last['gold_after']:+.2f}"
     return [
-        *found,
+        *findings,
         f"the learned reward rose from {before:+.2f} to {after:+.2f} while {judged} (win rate {rate:.2f}): the policy "
         "learned to please the reward, not what it stands for",
     ]

@@ -105,14 +105,14 @@ def select_prompts(
     dataset, models = inputs.prompts.path, (inputs.policy, inputs.champion)
     limit = min(max_prompt_tokens(dataset, model.path, reply_tokens) for model in models)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
-    found = [messages for messages, _ in heldout]
+    prompts = [messages for messages, _ in heldout]
     limit = heldout.room
-    sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
-    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in excluded]
+    sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], prompts)]
+    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(prompts[i]) not in excluded]
     if len(fit) < MIN_PROMPTS:
         raise ValueError(
             f"{len(fit)} held-out prompts remain on which the champion was not trained, but {MIN_PROMPTS} are needed: "
             "evaluate both on a dataset neither was trained on, or set promotion.max_regression=null"
         )
     chosen = [fit[i] for i in drawn(stage, len(fit), stage.config.num_prompts)]
-    return [found[i] for i in chosen], heldout.columns(chosen), limit
+    return [prompts[i] for i in chosen], heldout.columns(chosen), limit

@@ -70,13 +70,13 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
                 signals.append(signal)
             else:
                 drop(*signal)
-        found = curate(signals, config, gold, stage.seed, drop)
+        curated = curate(signals, config, gold, stage.seed, drop)
     if config.released is not None:
-        found.held = []
-    _write(out, found)
-    stats = _stats(found, len(signals), left_out.counts) | {"released": config.released}
+        curated.held = []
+    _write(out, curated)
+    stats = _stats(curated, len(signals), left_out.counts) | {"released": config.released}
     write_json(out / "stats.json", stats)
-    _show(recorder, found, stats, left_out.counts)
+    _show(recorder, curated, stats, left_out.counts)
     return 0
 
 
@@ -107,24 +107,24 @@ def read_gold(path: str) -> dict[tuple[str, ...], str]:
     return gold
 
 
-def _write(out: Path, found: CuratedRows) -> None:
+def _write(out: Path, curated: CuratedRows) -> None:
     # A label of one reply has the verdict up or down, and no b.
     verdicts = [
         {"id": r.id, "prompt": r.prompt, "a": r.a, "b": r.b, "verdict": r.label, "judge": "+".join(r.people)}
-        for r in found.labels
+        for r in curated.labels
         if r.side == "train"
     ]
     _write_lines(out / VERDICTS, verdicts)
-    _write_lines(out / "disagreements.jsonl", found.disagreements)
+    _write_lines(out / "disagreements.jsonl", curated.disagreements)
     for side, name in (("train", "{}"), ("heldout", HELDOUT_OF)):
-        pairs = (PreferenceExample(r.id, r.prompt, r.a, r.b) for r in found.pairs if r.side == side)
+        pairs = (PreferenceExample(r.id, r.prompt, r.a, r.b) for r in curated.pairs if r.side == side)
         write_pairs(out / name.format(JUDGED_PAIRS), PreferenceExample, pairs)
-        shown = (Example(r.id, r.id, r.prompt, r.a) for r in found.demonstrations if r.side == side)
+        shown = (Example(r.id, r.id, r.prompt, r.a) for r in curated.demonstrations if r.side == side)
         write_pairs(out / name.format(DEMONSTRATIONS), Example, shown)
-    rows = [*found.pairs, *found.labels, *found.demonstrations]
+    rows = [*curated.pairs, *curated.labels, *curated.demonstrations]
     people = Counter(person for row in rows for person in {*row.people, row.asker} - {""})
     write_json(out / PEOPLE, people)
-    write_json(out / "judges.json", found.judges)
+    write_json(out / "judges.json", curated.judges)
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -132,27 +132,32 @@ def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
 
 
-def _stats(found: CuratedRows, judgements: int, dropped: Counter[str]) -> dict[str, Any]:
-    kinds = {"pairs": found.pairs, "labels": found.labels, "demonstrations": found.demonstrations}
+def _stats(curated: CuratedRows, judgements: int, dropped: Counter[str]) -> dict[str, Any]:
+    kinds = {"pairs": curated.pairs, "labels": curated.labels, "demonstrations": curated.demonstrations}
     counts = {
         f"{name}_{side}": sum(r.side == side for r in rows)
         for name, rows in kinds.items()
         for side in ("train", "heldout")
     }
     counts |= {f"dropped_{reason}": count for reason, count in dropped.items()}
-    counts |= {"judgements": judgements, "judges": len(found.judges), "disagreements": len(found.disagreements)}
-    counts["judges_left_out"] = sum(judge["left_out"] is not None for judge in found.judges.values())
-    shares = {f"largest_share_{name}": share for name, share in found.shares.items()}
-    return counts | shares | {f"alpha_{kind}s": alpha for kind, alpha in found.agreement.items()} | {"held": found.held}
+    counts |= {"judgements": judgements, "judges": len(curated.judges), "disagreements": len(curated.disagreements)}
+    counts["judges_left_out"] = sum(judge["left_out"] is not None for judge in curated.judges.values())
+    shares = {f"largest_share_{name}": share for name, share in curated.shares.items()}
+    return (
+        counts
+        | shares
+        | {f"alpha_{kind}s": alpha for kind, alpha in curated.agreement.items()}
+        | {"held": curated.held}
+    )
 
 
-def _show(recorder: Recorder, found: CuratedRows, stats: dict[str, Any], dropped: Counter[str]) -> None:
+def _show(recorder: Recorder, curated: CuratedRows, stats: dict[str, Any], dropped: Counter[str]) -> None:
     numbers = {f"curate/{name}": float(value) for name, value in stats.items() if isinstance(value, int | float)}
     recorder.metrics(numbers, step=0)
     recorder.table("curate_dropped", ["reason", "rows"], [[reason, n] for reason, n in sorted(dropped.items())])
-    left_out = [[name, *judge.values()] for name, judge in found.judges.items() if judge["left_out"] is not None]
+    left_out = [[name, *judge.values()] for name, judge in curated.judges.items() if judge["left_out"] is not None]
     columns = ["judge", "judgements", "gold", "gold accuracy", "shared", "agreement", "why"]
     recorder.table("curate_judges_left_out", columns, left_out[:NUM_SHOWN])
-    kept = len(found.labels) + len(found.pairs)
-    note = f"held: {'; '.join(found.held)}" if found.held else f"{stats['pairs_train']} pairs to train on"
-    recorder.progress(kept, kept, "rows", note)
+    num_rows = len(curated.labels) + len(curated.pairs)
+    note = f"held: {'; '.join(curated.held)}" if curated.held else f"{stats['pairs_train']} pairs to train on"
+    recorder.progress(num_rows, num_rows, "rows", note)

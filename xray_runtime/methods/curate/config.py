@@ -33,7 +33,7 @@ class CurateConfig(Section):
     """Judges with a lower accuracy are left out."""
     min_judge_agreement: UnitInterval | None = 0.35
     """Judges who agree with the majority of the others on a smaller share of the replies that they share are left out;
-    None: nobody is."""
+    None: no judge is."""
     min_shared: Count = 10
     """Number of shared replies before that counts."""
     near_duplicate: Share | None = 0.8
@@ -42,9 +42,8 @@ class CurateConfig(Section):
     """Largest share of a cycle's pairs, labels or demonstrations that may come from one person; None: no limit."""
     max_application_share: Share | None = None
     """Likewise for one application. An application names its users itself, so whoever has its key can invent people.
-    There is no limit by default, since any would be wrong where nobody thought of it: with one application, or with n
-    and a limit below 1/n, it leaves nothing, and beside a small application it cuts a large one down to its size. Set
-    it where several applications of like size send feedback. None: no limit."""
+    None, the default: no limit. A limit below 1/n with n applications leaves nothing, and a small application would cut
+    a large one down to its size; set a limit if several applications of similar size send feedback."""
     heldout_fraction: Fraction = 0.1
     """Share of the users, and of the conversations, that is never trained on, the same ones in each cycle."""
     min_alpha: Annotated[float, Field(ge=-1.0, le=1.0)] | None = None

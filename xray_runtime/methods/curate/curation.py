@@ -70,12 +70,12 @@ class CuratedRows:
 def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> CuratedRows:
     """Apply all rules to the signals of all cycles, the oldest first. `drop` is called for every signal and row that is
     left out; `seed` is of the split."""
-    found = CuratedRows()
+    curated = CuratedRows()
     latest = _counted_once(signals, config.near_duplicate, gold, drop)
     units = by_unit(latest)
-    found.agreement = {kind: alpha_of(units, kind) for kind in ("rating", "verdict")}
-    found.held = drift(latest, config)
-    out = _left_out(units, gold, config, found.judges)
+    curated.agreement = {kind: alpha_of(units, kind) for kind in ("rating", "verdict")}
+    curated.held = drift(latest, config)
+    out = _left_out(units, gold, config, curated.judges)
     remaining = []
     for signal in latest:
         if signal.unit in gold:
@@ -85,10 +85,10 @@ def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: in
         else:
             remaining.append(signal)
     sides = _split(remaining, config.heldout_fraction, seed, drop)
-    _vote(sides, config, found, drop)
+    _vote(sides, config, curated, drop)
     for kind in ("pairs", "labels", "demonstrations"):
-        setattr(found, kind, _within_shares(found, kind, config, drop))
-    return found
+        setattr(curated, kind, _within_shares(curated, kind, config, drop))
+    return curated
 
 
 def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold, drop: Drop) -> list[Signal]:
@@ -100,15 +100,15 @@ def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold
         prompts = list(dict.fromkeys(prompt_text(s.prompt) for s in signals))
         first = {text: prompts[lead] for text, lead in zip(prompts, leaders(prompts, threshold), strict=True)}
         first_texts: dict[tuple[str, str], str] = {}
-        kept = []
+        distinct = []
         for signal in signals:
             text = prompt_text(signal.prompt)
             # One person's near-copies of a prompt count once; other people may ask nearly the same.
             if first_texts.setdefault((signal.judge, first[text]), text) == text:
-                kept.append(signal)
+                distinct.append(signal)
             else:
                 drop("near_duplicate_of_the_same_judge", signal.id)
-        near = _made_equal(kept, threshold) + tests
+        near = _made_equal(distinct, threshold) + tests
     latest = {(s.judge, s.unit): s for s in near}
     ids = {signal.id for signal in latest.values()}
     for signal in near:
@@ -200,14 +200,14 @@ def _drop_all(signals: Iterable[Signal], reason: str, drop: Drop) -> None:
         drop(reason, signal.id)
 
 
-def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, found: CuratedRows, drop: Drop) -> None:
-    """Fill `found` with a row for each unit whose judges agree."""
+def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, curated: CuratedRows, drop: Drop) -> None:
+    """Fill `curated` with a row for each unit whose judges agree."""
     for side, votes in sides:
         if votes[0].unit[0] in ("better", "correction"):
             row = _row(side, votes, votes[0].label)._replace(a=votes[0].other, b=votes[0].reply)
-            found.pairs.append(row)
+            curated.pairs.append(row)
             if row.label == "correction":
-                found.demonstrations.append(row._replace(b=""))
+                curated.demonstrations.append(row._replace(b=""))
             continue
         counts = Counter(signal.label for signal in votes)
         label, most = max(sorted(counts.items()), key=lambda item: item[1])
@@ -216,14 +216,14 @@ def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, foun
         elif most < config.min_agreement * len(votes):
             _drop_all(votes, "judges_disagree", drop)
             question = {"prompt": votes[0].prompt, "a": votes[0].reply, "b": votes[0].other}
-            found.disagreements.append(question | {"verdicts": {s.judge: s.label for s in votes}})
+            curated.disagreements.append(question | {"verdicts": {s.judge: s.label for s in votes}})
         else:
             _drop_all((s for s in votes if s.label != label), "outvoted", drop)
             row = _row(side, [s for s in votes if s.label == label], label)
-            found.labels.append(row)
+            curated.labels.append(row)
             if label in ("a", "b"):
-                found.pairs.append(row if label == "a" else row._replace(a=row.b, b=row.a))
-    found.pairs += _pairs_of_ratings(found.labels)
+                curated.pairs.append(row if label == "a" else row._replace(a=row.b, b=row.a))
+    curated.pairs += _pairs_of_ratings(curated.labels)
 
 
 def _row(side: Side, votes: Sequence[Signal], label: str) -> CuratedRow:
@@ -251,14 +251,14 @@ def _pairs_of_ratings(labels: Iterable[CuratedRow]) -> list[CuratedRow]:
     return pairs
 
 
-def _within_shares(found: CuratedRows, kind: str, config: CurateConfig, drop: Drop) -> list[CuratedRow]:
+def _within_shares(curated: CuratedRows, kind: str, config: CurateConfig, drop: Drop) -> list[CuratedRow]:
     """The rows of a kind within both limits; rows that one limit drops can break the other, so both are repeated."""
-    rows: list[CuratedRow] = getattr(found, kind)
+    rows: list[CuratedRow] = getattr(curated, kind)
     num_before = -1
     while len(rows) != num_before:
         num_before = len(rows)
         rows, _ = capped(rows, config.max_application_share, drop, "applications")
-        rows, found.shares[kind] = capped(rows, config.max_share, drop)
+        rows, curated.shares[kind] = capped(rows, config.max_share, drop)
     return rows
 
 
@@ -272,7 +272,7 @@ def capped(
     fewer than 1 / `most` people.
     """
     cycles: dict[int, list[CuratedRow]] = defaultdict(list)
-    kept = [row for row in rows if row.side == "heldout"]
+    capped_rows = [row for row in rows if row.side == "heldout"]
     for row in rows:
         if row.side == "train":
             cycles[row.cycle].append(row)
@@ -286,8 +286,8 @@ def capped(
             if row.id not in ids:
                 drop(reason, row.id)
         largest = max([largest, *(weight / len(remaining) for weight in _weights(remaining, sources).values())])
-        kept += remaining
-    return kept, largest
+        capped_rows += remaining
+    return capped_rows, largest
 
 
 def within_share(rows: Sequence[T], most: float, sources: Callable[[T], Sequence[str]]) -> list[T]:
@@ -296,21 +296,21 @@ def within_share(rows: Sequence[T], most: float, sources: Callable[[T], Sequence
     The largest limit that keeps all within their share is found by trying smaller ones: rows that go lower the limit.
     A row of k sources counts 1/k for each; one without a source stays.
     """
-    kept = list(rows)
-    while kept:
-        limit = most * len(kept)
-        if max(_weights(kept, sources).values(), default=0.0) <= limit + 1e-9:
+    remaining_rows = list(rows)
+    while remaining_rows:
+        limit = most * len(remaining_rows)
+        if max(_weights(remaining_rows, sources).values(), default=0.0) <= limit + 1e-9:
             break
         weights: dict[str, float] = defaultdict(float)
         smaller = []
-        for row in kept:
+        for row in remaining_rows:
             of_row = sources(row)
             if all(weights[source] + 1 / len(of_row) <= limit + 1e-9 for source in of_row):
                 for source in of_row:
                     weights[source] += 1 / len(of_row)
                 smaller.append(row)
-        kept = smaller
-    return kept
+        remaining_rows = smaller
+    return remaining_rows
 
 
 def _weights(rows: Iterable[T], sources: Callable[[T], Sequence[str]]) -> dict[str, float]:

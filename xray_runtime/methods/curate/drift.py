@@ -51,28 +51,30 @@ def drift(signals: Sequence[Signal], config: CurateConfig) -> list[str]:
     last = max((signal.cycle for signal in signals), default=0)
     new, old = [s for s in signals if s.cycle == last], [s for s in signals if s.cycle != last]
     units = by_unit(new)
-    found = [
+    shifts = [
         f"its judges' agreement on {kind}s is α = {alpha:.3f}; at least {config.min_alpha:g} (min_alpha)"
         for kind, alpha in ((kind, alpha_of(units, kind)) for kind in ("rating", "verdict"))
         if config.min_alpha is not None and alpha is not None and alpha < config.min_alpha
     ]
     cycles = len({signal.cycle for signal in old})
     if not cycles:
-        return found
+        return shifts
     ratio = len(new) / (len(old) / cycles)
     most = config.max_volume_ratio
     if most is not None and not 1 / most <= ratio <= most:
-        found.append(f"it has {ratio:.2f} times the feedback of the cycles before; at most {most:g} (max_volume_ratio)")
+        shifts.append(
+            f"it has {ratio:.2f} times the feedback of the cycles before; at most {most:g} (max_volume_ratio)"
+        )
     (n, good), (m, before) = _good(new), _good(old)
     if config.max_good_change is not None and n and m:
         change, together = good / n - before / m, (good + before) / (n + m)
         error = (together * (1 - together) * (1 / n + 1 / m)) ** 0.5
         if abs(change) > config.max_good_change and abs(change) > 3 * error:
-            found.append(
+            shifts.append(
                 f"{good / n:.0%} of its labels are good, {before / m:.0%} before; a change of at most "
                 f"{config.max_good_change:g} (max_good_change)"
             )
-    return found
+    return shifts
 
 
 def _good(signals: Iterable[Signal]) -> tuple[int, int]:

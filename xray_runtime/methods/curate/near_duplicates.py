@@ -22,16 +22,16 @@ def leaders(texts: Sequence[str], threshold: float) -> list[int]:
     is the least Jaccard similarity of the shingles."""
     shingles = [_shingles(text) for text in texts]
     buckets: dict[tuple[int, bytes], list[int]] = {}
-    found: list[int] = []
-    for number, own in enumerate(shingles):
-        keys = list(enumerate(_bands(own)))
+    numbers: list[int] = []
+    for number, shingle in enumerate(shingles):
+        keys = list(enumerate(_bands(shingle)))
         candidates = sorted({other for key in keys for other in buckets.get(key, ())})
-        leader = next((other for other in candidates if _similarity(own, shingles[other]) >= threshold), number)
-        found.append(leader)
+        leader = next((other for other in candidates if _similarity(shingle, shingles[other]) >= threshold), number)
+        numbers.append(leader)
         if leader == number:
             for key in keys:
                 buckets.setdefault(key, []).append(number)
-    return found
+    return numbers
 
 
 def _shingles(text: str) -> np.ndarray:

@@ -73,22 +73,22 @@ def prompts(stage: Stage[RecordedPromptsConfig, RecordedPromptsInputs], out: Pat
     """Writes heldout.arrow: each recorded prompt once whose conversation `curate` holds out, no more of one person than
     their share; train.arrow is empty."""
     seen = TextSet(text for one in stage.inputs.seen for text in pairs_of(one.path / TRAIN).prompt_texts())
-    read, found, askers = 0, dict[str, Example](), dict[str, str]()
+    read, examples, askers = 0, dict[str, Example](), dict[str, str]()
     for feedback in stage.inputs.feedback:
         with (feedback.path / ANSWERS).open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 read += 1
                 text, conversation = prompt_text(row["prompt"]), conversation_of(row["prompt"])
                 if is_held_out(stage.seed, CONVERSATIONS, conversation, stage.config.heldout_fraction):
-                    found.setdefault(text, Example(row["id"], conversation, row["prompt"], row["reply"]))
+                    examples.setdefault(text, Example(row["id"], conversation, row["prompt"], row["reply"]))
                     askers[row["id"]] = row["asker"]
-    fresh = [example for text, example in found.items() if text not in seen]
+    fresh = [example for text, example in examples.items() if text not in seen]
     most = stage.config.max_share
     kept = fresh if most is None else within_share(fresh, most, lambda example: (askers[example.id],))
     write_pairs(out / TRAIN, Example, [])
     write_pairs(out / HELDOUT, Example, kept)
     counts = {"read_answers": read, "train_pairs": 0, "heldout_pairs": len(kept)}
-    counts |= {"dropped_seen_in_training": len(found) - len(fresh)}
+    counts |= {"dropped_seen_in_training": len(examples) - len(fresh)}
     return _describe(out, recorder, counts | {"dropped_over_a_persons_share": len(fresh) - len(kept)})
 
 

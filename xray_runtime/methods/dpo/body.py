@@ -93,12 +93,12 @@ class _DPO(Method):
         return means | {"speed/computed_tokens": step.result.computed_tokens}
 
     def heldout(self) -> dict[str, float]:
-        found = self._without_training(HELDOUT, np.arange(self.parts[HELDOUT].size // 2))
-        return {f"dpo/heldout_{name}": value for name, value in found.items()}
+        statistics = self._without_training(HELDOUT, np.arange(self.parts[HELDOUT].size // 2))
+        return {f"dpo/heldout_{name}": value for name, value in statistics.items()}
 
     def validate(self) -> tuple[dict[str, float], float]:
-        found = self._without_training(TRAIN, self.chosen_by)
-        return {f"dpo/validation_{name}": value for name, value in found.items()}, -found["loss"]
+        statistics = self._without_training(TRAIN, self.chosen_by)
+        return {f"dpo/validation_{name}": value for name, value in statistics.items()}, -statistics["loss"]
 
     def summary(self, metrics: Mapping[str, float]) -> str:
         return f"accuracy {metrics['dpo/accuracy']:.2f}"

@@ -41,14 +41,14 @@ class TrainedItem:
 
     def lineage(self) -> dict[str, TrainedItem]:
         """Itself and its ancestors by id, without those that were only logged."""
-        found: dict[str, TrainedItem] = {}
+        items: dict[str, TrainedItem] = {}
         waiting = [self]
         while waiting:
             made = waiting.pop()
-            if made.id not in found:
-                found[made.id] = made
+            if made.id not in items:
+                items[made.id] = made
                 waiting += [parent for role, parent in made.parents.items() if role.partition(".")[0] != JUDGES]
-        return found
+        return items
 
 
 def dependent_judges(
@@ -57,10 +57,10 @@ def dependent_judges(
     """Judge that is not independent of `policy` → why. `gold` may be one of them. `models`: role → reward model in
     `config.judges`."""
     opposed = list(_trained_against(policy))
-    found = {}
+    leaks = {}
     # The identity of a function is its name.
     if config.gold is not None and (why := _same(config.gold, opposed)):
-        found["gold"] = why
+        leaks["gold"] = why
     for name, term in zip(source_names(config.judges), config.judges, strict=True):
         if term.roles:
             reasons = [_of_model(models[role], policy, opposed) for role in term.roles]
@@ -68,8 +68,8 @@ def dependent_judges(
             reasons = [_same(_identity(type(term), term.model_dump(mode="json")), opposed)]
         why = next((reason for reason in reasons if reason), None)
         if why:
-            found[name] = why
-    return found
+            leaks[name] = why
+    return leaks
 
 
 @dataclass(frozen=True)

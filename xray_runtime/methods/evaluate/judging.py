@@ -141,7 +141,7 @@ def judge(
             "delta_ci95": delta_ci,
             **{f"score_{side}": float(scores[side].mean()) for side in (worse, better)},
         }
-    judging = [name for name, found in judges.items() if found["judges"]]
+    judging = [name for name, verdict in judges.items() if verdict["judges"]]
     strictest = min(judging, key=lambda name: judges[name]["win_rate_ci95"][0], default=None)
     content: dict[str, Any] = {"judge": strictest, "win_rate": None, "win_rate_ci95": None, "judges": judges}
     if strictest is not None:

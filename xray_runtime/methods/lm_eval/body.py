@@ -63,7 +63,7 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
     with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as files:
         tasks.write(Path(files), Path(files) / "cache")
         seed = derive_seed(stage.seed, stage.name)
-        found = simple_evaluate(
+        output = simple_evaluate(
             _harness_model(_Model(stage, models, recorder, tokenizer, stops_of(policy, tokenizer))),
             tasks=[tasks.name],
             task_manager=TaskManager(include_path=files, include_defaults=False),
@@ -75,7 +75,7 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    content, prompts, shown = results_of(found, tasks)
+    content, prompts, shown = results_of(output, tasks)
     write_results(out, recorder, "benchmark.json", content, prompts, shown)
     numbers = plain_numbers(content, "lm_eval")
     for name, of_part in content.get("parts", {}).items():
@@ -85,21 +85,23 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
     return 0
 
 
-def results_of(found: Mapping[str, Any], tasks: HarnessTasks) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+def results_of(
+    output: Mapping[str, Any], tasks: HarnessTasks
+) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
     """(content of benchmark.json, distinct prompts, readable documents) from the harness's results.
 
     A group's numbers come from its `aggregate_metric_list`; `parts` has the numbers of its members.
     """
-    each = {name: _documents(found["samples"][name]) for name in sorted(found["samples"])}
+    each = {name: _documents(output["samples"][name]) for name in sorted(output["samples"])}
     content: dict[str, Any] = {
         "suite": "lm_eval",
         "task": tasks.name,
-        "samples": sum(len({row["doc_id"] for row in rows}) for rows in found["samples"].values()),
-        **numbers_of(found["results"][tasks.name]),
+        "samples": sum(len({row["doc_id"] for row in rows}) for rows in output["samples"].values()),
+        **numbers_of(output["results"][tasks.name]),
     }
     if tasks.groups:
         content["parts"] = {
-            name: numbers_of(results) for name, results in sorted(found["results"].items()) if name != tasks.name
+            name: numbers_of(results) for name, results in sorted(output["results"].items()) if name != tasks.name
         }
     prompts = list(dict.fromkeys(prompt for task_prompts, _ in each.values() for prompt in task_prompts))
     of_each = max(NUM_SAMPLES_SHOWN // len(each), 1)
@@ -231,13 +233,13 @@ def _harness_model(model: _Model) -> Any:
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-            found = []
+            sums = []
             for request in requests:
                 ids, longest = model.encode(request.args[0]), model.stage.config.max_length - 1
                 windows = get_rolling_token_windows(ids, self.prefix_token_id, longest, 1)
                 scores = model.score([make_disjoint_window(window) for window in windows])
-                found.append(sum(value for value, _ in scores))
-            return found
+                sums.append(sum(value for value, _ in scores))
+            return sums
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             return model.reply([request.args[:2] for request in requests])

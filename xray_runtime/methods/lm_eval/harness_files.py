@@ -41,8 +41,8 @@ class HarnessTasks:
 
     def write(self, directory: Path, cache: Path) -> None:
         """Write one file per task for the harness, which stores processed data in `cache`."""
-        kept = {"cache_dir": str(cache)}
-        tasks = [task | {"dataset_kwargs": task["dataset_kwargs"] | kept} for task in self.tasks.values()]
+        options = {"cache_dir": str(cache)}
+        tasks = [task | {"dataset_kwargs": task["dataset_kwargs"] | options} for task in self.tasks.values()]
         for number, content in enumerate([*tasks, *self.groups.values()]):
             (directory / f"{number}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 

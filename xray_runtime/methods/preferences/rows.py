@@ -144,11 +144,11 @@ def from_dataset(
     for where, record in records:
         if num_pairs == max_pairs:
             break
-        found = preference(where, record, unread)
-        if found is None:
+        pair = preference(where, record, unread)
+        if pair is None:
             dropped.add("unmatched_transcripts", {"row": where.row})
             continue
-        prompt, chosen, rejected = found
+        prompt, chosen, rejected = pair
         texts = [message_text(m["content"], m.get("tool_calls"), m.get(KEY)).strip() for m in (chosen, rejected)]
         if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
             dropped.add("same_or_empty", {"row": where.row})

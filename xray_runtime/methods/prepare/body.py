@@ -268,12 +268,12 @@ def _unseen(field: str, names: set[str]) -> str:
 
 def _conversation(where: Where, record: dict[str, Any], config: DataConfig, unread: Unread) -> NumberedConversation:
     carried = [*config.columns, *([config.curriculum] if config.curriculum is not None else [])]
-    found = usual(where, record, carried=carried, unread=unread)
-    pairs: list[Pair] = list(prompt_and_replies(where, found, config.context_messages, unread))
-    reason = left_out(where, found) if any(reply is not None for _, reply in pairs) else None
+    conversation = usual(where, record, carried=carried, unread=unread)
+    pairs: list[Pair] = list(prompt_and_replies(where, conversation, config.context_messages, unread))
+    reason = left_out(where, conversation) if any(reply is not None for _, reply in pairs) else None
     return NumberedConversation(
         where.row,
-        conversation_id(where, found),
+        conversation_id(where, conversation),
         [] if reason else pairs,
         _columns(where, record, config.columns),
         0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),

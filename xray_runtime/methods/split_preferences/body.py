@@ -43,8 +43,8 @@ def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path,
         )
     stats = {"pairs": sum(counts.values()), "train_pairs": counts[TRAIN], "heldout_pairs": counts[HELDOUT]}
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
-    found = stats | {"length_baseline_accuracy": length_baseline_accuracy(*written)}
-    write_json(out / "stats.json", found)
-    recorder.metrics({f"preferences/{name}": float(value) for name, value in found.items()}, step=0)
+    numbers = stats | {"length_baseline_accuracy": length_baseline_accuracy(*written)}
+    write_json(out / "stats.json", numbers)
+    recorder.metrics({f"preferences/{name}": float(value) for name, value in numbers.items()}, step=0)
     recorder.progress(stats["pairs"], stats["pairs"], "pairs", f"kept for {config.part}")
     return 0

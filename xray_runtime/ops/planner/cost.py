@@ -309,8 +309,8 @@ def _gather_bytes(role: PlannedRole, layout: Layout) -> float:
     whole, experts, copies = role.shape.num_parameters, 0, layout.num_copies
     if layout.ep > 1 and role.shape.experts is not None:
         experts = role.shape.experts.parameters
-    own = copies // layout.ep
-    received = (whole - experts) * (copies - 1) / copies + experts / layout.ep * (own - 1) / own
+    of_rank = copies // layout.ep
+    received = (whole - experts) * (copies - 1) / copies + experts / layout.ep * (of_rank - 1) / of_rank
     return received * role.weight_bytes
 
 

@@ -89,7 +89,7 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
             fits, least = search.sorted_out(candidates, placement)
             fitting += [(candidate, placement) for candidate in fits]
             nearest += [(least, placement)] if least is not None else []
-        fitting.sort(key=lambda found: found[0][0])
+        fitting.sort(key=lambda option: option[0][0])
         for candidate, placement in fitting or nearest:
             yield search.plan(candidate, placement)
         if not fitting:

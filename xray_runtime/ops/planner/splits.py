@@ -57,8 +57,8 @@ def shared_rows(workload: Workload) -> Iterator[Workload]:
     roles = workload.of_use("trained")
     if not roles or not workload.is_long:
         return
-    whole = all(role.top_layers is None and family_of(role.shape.family).packs for role in roles)
-    if whole and all(trainer(role.library).capabilities.sequence_parallel for role in roles):
+    all_pack = all(role.top_layers is None and family_of(role.shape.family).packs for role in roles)
+    if all_pack and all(trainer(role.library).capabilities.sequence_parallel for role in roles):
         heads = math.gcd(*(role.shape.num_heads for role in roles))
         yield from (replace(workload, sequence_parallel=sp) for sp in DEGREES[1:] if heads % sp == 0)
 

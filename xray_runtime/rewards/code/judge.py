@@ -170,9 +170,9 @@ def _missing_names(tests: str) -> set[str]:
             yield from tables(inner)
 
     top = symtable.symtable(tests, TESTS, "exec")
-    found = [s for table in tables(top) for s in table.get_symbols() if table is top or s.is_global()]
-    bound = {s.get_name() for s in found if s.is_assigned() or s.is_imported() or s.is_namespace()}
-    return {s.get_name() for s in found if s.is_referenced()} - bound
+    names = [s for table in tables(top) for s in table.get_symbols() if table is top or s.is_global()]
+    bound = {s.get_name() for s in names if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return {s.get_name() for s in names if s.is_referenced()} - bound
 
 
 def _exception(name: str, text: str) -> Exception:

@@ -104,10 +104,10 @@ class FunctionSource(Source):
 
     def score(self, batch: Batch) -> list[Score]:
         rows = list(range(len(batch.replies)))
-        found = self._tried(batch, rows, self._retries)
-        if isinstance(found, list):
-            return found
-        failed = self._failing(batch, rows, found)
+        results = self._tried(batch, rows, self._retries)
+        if isinstance(results, list):
+            return results
+        failed = self._failing(batch, rows, results)
         rest = [row for row in rows if row not in failed]
         scores = self._tried(batch, rest, self._retries) if rest else []
         if not isinstance(scores, list):
@@ -130,9 +130,9 @@ class FunctionSource(Source):
                     failed |= dict.fromkeys(part, why)
                 else:
                     halves += [part[: len(part) // 2], part[len(part) // 2 :]]
-            found = [(half, self._tried(batch, half, 0)) for half in halves]
-            has_worked = has_worked or any(isinstance(answer, list) for _, answer in found)
-            parts = [(half, answer) for half, answer in found if not isinstance(answer, list)]
+            tried = [(half, self._tried(batch, half, 0)) for half in halves]
+            has_worked = has_worked or any(isinstance(answer, list) for _, answer in tried)
+            parts = [(half, answer) for half, answer in tried if not isinstance(answer, list)]
         return failed
 
     def _tried(self, batch: Batch, rows: list[int], retries: int) -> list[Score] | BaseException:
@@ -155,7 +155,7 @@ class FunctionSource(Source):
         """(answer, error), one of which is empty."""
         from xray_runtime.rewards.event_loop import cancel, start  # asyncio takes long to import
 
-        found: list[tuple[list[Any], BaseException | None]] = []
+        answers: list[tuple[list[Any], BaseException | None]] = []
         waiting: list[Future[Any]] = []
 
         def call() -> None:
@@ -164,15 +164,15 @@ class FunctionSource(Source):
                 if inspect.isawaitable(answer):
                     waiting.append(start(answer))
                     answer = waiting[0].result()
-                found.append((score_list(answer, num_replies), None))
+                answers.append((score_list(answer, num_replies), None))
             except BaseException as error:  # SystemExit of user code too
-                found.append(([], error))
+                answers.append(([], error))
 
         thread = threading.Thread(target=call, name=f"reward {self._where}", daemon=True)
         thread.start()
         thread.join(self._timeout_s)
-        if found:
-            return found[0]
+        if answers:
+            return answers[0]
         for future in waiting:
             cancel(future)
         return [], TimeoutError(f"no answer within timeout_s = {self._timeout_s:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from xray_runtime.agents.environments.answer_checks import as_step
 from xray_runtime.agents.environments.pool import EnvironmentPool
 from xray_runtime.agents.environments.reasoning_gym import EVALUATES, REFUSED, SAFE, from_reasoning_gym, write_items
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
+if importlib.util.find_spec("reasoning_gym") is None:  # its import takes seconds
+    pytest.skip("the extra reasoning-gym is not installed", allow_module_level=True)
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 HERE = "tests.unit.agents.environments.test_reasoning_gym"
@@ -92,6 +94,8 @@ def test_no_reply_is_run(task: str, tmp_path: Path) -> None:
 def test_every_task_that_runs_replies_is_known() -> None:
     """By the calls in the scores of the package as it is installed."""
     found, names = set(), ("eval", "exec", "parse_expr", "sympify")
+    import reasoning_gym
+
     for path in Path(reasoning_gym.__file__).parent.rglob("*.py"):
         text = path.read_text()
         # Most files are data.

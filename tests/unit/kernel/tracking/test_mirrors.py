@@ -96,6 +96,7 @@ def test_a_missing_library_is_named_before_a_run_starts(monkeypatch: pytest.Monk
             require_mirror(name)
 
 
+@pytest.mark.long
 def test_an_offline_run_of_wandb_has_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without network or login; a second attempt replaces the run of the first."""
     pytest.importorskip("wandb")

@@ -8,7 +8,7 @@
     sampler      all servers as one `Sampler`
     config       the fields
 
-A stage's weights are pushed to every server that answers, under a name that nobody else gives weights. A reply counts
+A stage's weights are pushed to every server that answers, under a name that no other stage uses. A reply counts
 only if all its tokens were sampled under that name, so a server that was restarted, or that another run has written to,
 is found out by its first reply. Whatever fails loses its prompts to the others, and takes all weights again when it
 answers again. As every prompt has its own seed, the replies are the same wherever they are sampled.

@@ -23,7 +23,7 @@ IDLE_S = 2.0
 
 
 class ServerError(Exception):
-    """A server does not do what it should; one line without its address."""
+    """A server answers with an error, or not at all; one line without its address."""
 
 
 @dataclass(frozen=True, kw_only=True)

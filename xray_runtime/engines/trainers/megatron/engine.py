@@ -138,7 +138,7 @@ class MegatronEngine(Scorer):
             yield from self._whole(name, self._updates.value(self._parameters[name]))
 
     def save(self, directory: Path) -> None:
-        # Data-parallel ranks, which hold the same, divide it, and so do peers what they all hold whole.
+        # Data-parallel ranks hold the same and divide it; so do peers with tensors that each holds whole.
         data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         written, sources = {}, {}
         for name in self._owned():

@@ -71,16 +71,16 @@ class BranchRows(Generic[T]):
         fine = np.cumsum([0, *lengths], dtype=np.int64)
         text = zip(rows.input_ids, rows.prompt_lengths, strict=True)
         responses = Ragged(np.concatenate([ids[start:] for ids, start in text]), fine)
-        found = TextBatch.of([prompt for branches in split for prompt, _ in branches], responses)
+        batch = TextBatch.of([prompt for branches in split for prompt, _ in branches], responses)
         if "id" in rows:
             numbers = np.concatenate([np.arange(count) for count in counts])
-            found = found.with_columns(id=np.repeat(rows.id, counts) + ID_STEP * numbers)
+            batch = batch.with_columns(id=np.repeat(rows.id, counts) + ID_STEP * numbers)
         others: dict[str, Values] = {
             name: Ragged(column.values, fine) if isinstance(column, Ragged) else np.repeat(column, counts)
             for name, column in rows.columns().items()
-            if name not in found and name != "branches"
+            if name not in batch and name != "branches"
         }
-        split_rows = found.as_kind(type(rows), **others)
+        split_rows = batch.as_kind(type(rows), **others)
         return BranchRows(split_rows, counts, np.concatenate([[0], fine[np.cumsum(counts)]]))
 
     def merged(self, outputs: Scores) -> Scores:

@@ -58,9 +58,9 @@ class EpisodeBatch:
 
     def starts(self, stage: Stage[Any, Any]) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
         """(row, task, the environment's seed, tokens of the prompt) of each episode."""
-        for place, (messages, ids) in enumerate(self.prompts):
-            row = self.first_row + place
-            task = {name: values[place] for name, values in self.columns.items()}
+        for number, (messages, ids) in enumerate(self.prompts):
+            row = self.first_row + number
+            task = {name: values[number] for name, values in self.columns.items()}
             task |= {"prompt": prompt_text(messages), "messages": messages}
             group = self.number, row // self.group_size
             yield row, task, derive_seed(stage.seed, stage.name, self.purpose, "environment", *group), list(ids)
@@ -112,7 +112,7 @@ class Episode:
 
     def reward_turn(self, reward: float) -> None:
         """Put a reward on the last token of the last turn."""
-        self.rewards[max(place for place, sampled in enumerate(self.sampled) if sampled)] += reward
+        self.rewards[max(index for index, sampled in enumerate(self.sampled) if sampled)] += reward
 
     def inform(self, info: Mapping[str, Any]) -> None:
         """Add the numbers in a turn's `info`, True as 1. Names that no metric can have are left out."""

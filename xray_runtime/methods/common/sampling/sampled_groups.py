@@ -124,9 +124,9 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: Go
         "left_out_empty": float((empty & ~cut & ~failed).sum()),
     }
     for name, scores in done.scores.items():
-        found = [score for score in scores if math.isfinite(score)]
-        if found:
-            stats[f"source/{metric_name(name)}"] = sum(found) / len(found)
+        finite = [score for score in scores if math.isfinite(score)]
+        if finite:
+            stats[f"source/{metric_name(name)}"] = sum(finite) / len(finite)
     if not out.all():
         stats["reward"] = float(rewards[~out].mean())
     if gold is not None:

@@ -41,13 +41,13 @@ def own_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     rows = list(zip(ids, rollout.response_mask, strict=True))
     if "branches" not in rollout:
         return [own_text(tokenizer, *row) for row in rows]
-    found = []
+    texts = []
     for (reply, mask), branches in zip(rows, rollout.branches, strict=True):
         # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
         ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
         parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
-        found.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
-    return found
+        texts.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
+    return texts
 
 
 def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
@@ -131,7 +131,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
 
     def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
         every = list(chain(*columns))
-        return [every[place] for place in places]
+        return [every[index] for index in places]
 
     return ScoredRollout(
         batched([part.rollout for part in parts]),
@@ -194,12 +194,12 @@ class RolloutScorer:
 
         @cache
         def outputs() -> Scores:
-            found = Scores()
+            scores = Scores()
             for answer in get_all(calls):
-                found = found.with_columns(**merged(answer).columns())
+                scores = scores.with_columns(**merged(answer).columns())
             for answer in get_all(again):
-                found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
-            return found
+                scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
+            return scores
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, read),

@@ -60,6 +60,6 @@ def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> 
         "a token below 0": bool((ids.values < 0).any()),
         "a log-probability above 0": bool((logprobs.values > ROUNDING).any()),
     }
-    found = next((fault for fault, present in faults.items() if present), None)
-    if found is not None:
-        raise RuntimeError(f"the rollout is corrupt: {found}")
+    fault_found = next((fault for fault, present in faults.items() if present), None)
+    if fault_found is not None:
+        raise RuntimeError(f"the rollout is corrupt: {fault_found}")

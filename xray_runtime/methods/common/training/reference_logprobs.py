@@ -62,16 +62,16 @@ class ReferenceLogprobs:
     def compute(self, model: ModelHandle) -> dict[str, np.ndarray]:
         """Score all replies with the reference and keep the result."""
         total, done = sum(part.size for part in self._parts.values()), 0
-        found: dict[str, np.ndarray] = {}
+        logprobs: dict[str, np.ndarray] = {}
         for name, part in self._parts.items():
             scores = []
             for numbers in _chunks(part.size):
                 self._recorder.progress(done, total, "replies", "scored by the reference")
                 scores.append(get(model.score.remote(part.take(numbers))).reply_logprobs)
                 done += len(numbers)
-            found[name] = np.concatenate(scores).astype(np.float32)
+            logprobs[name] = np.concatenate(scores).astype(np.float32)
         # If another process was faster, its bytes count.
-        return _read(self._derived.make(self._name, lambda path: save_columns(path, found)))
+        return _read(self._derived.make(self._name, lambda path: save_columns(path, logprobs)))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Resumable:
         while (snapshot := self._recorder.resume()) is not None:
             # All are checked before any model changes.
             checks = [model.check_state.remote(snapshot.directory / role) for role, model in self._models.items()]
-            problem = next((found for found in get_all(checks) if found is not None), None)
+            problem = next((text for text in get_all(checks) if text is not None), None)
             if problem is None:
                 break
             self._recorder.refuse_snapshot(problem)

@@ -140,5 +140,7 @@ class Stepper:
         pairs = zip(self._models, answers, strict=True)
         results = {each.role: read_step(answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
-        taken = [self._skipped.check_step(self._stage, role, number, found) for role, found in results.items()]
+        taken = [
+            self._skipped.check_step(self._stage, role, number, statistics) for role, statistics in results.items()
+        ]
         return TrainingStep(rates[0], totals, results, all(taken))

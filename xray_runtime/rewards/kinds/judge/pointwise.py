@@ -118,8 +118,8 @@ def score_in(text: str, best: float) -> float | None:
     """The score that a judge's answer names; None if it names none, or several, or one on a scale that does not end
     with `best`."""
     lines = list(LINE.finditer(text))
-    found = lines[-1:] or list(ANYWHERE.finditer(text)) or list(filter(None, [ALONE.fullmatch(text)]))
-    named = [[group for group in one.groups() if group] for one in found]
+    lines_found = lines[-1:] or list(ANYWHERE.finditer(text)) or list(filter(None, [ALONE.fullmatch(text)]))
+    named = [[group for group in one.groups() if group] for one in lines_found]
     values = {float(value.replace("−", "-")) for value, *_ in named}
     on_scale = all(float(of) == best for _, *scale in named for of in scale)
     return values.pop() if len(values) == 1 and on_scale else None
