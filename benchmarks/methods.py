@@ -85,7 +85,8 @@ def of_sft(seed: int) -> dict[str, Tensor]:
 @torch.no_grad()
 def sample(lm: LlamaForCausalLM, prompts: Sequence[Sequence[int]], random: torch.Generator) -> Rollout:
     """Replies at temperature 1, up to END."""
-    ids, logprobs = torch.tensor(prompts), []
+    ids = torch.tensor(prompts)
+    logprobs: list[Tensor] = []
     for _ in range(MAX_NEW_TOKENS):
         scores = lm(input_ids=ids).logits[:, -1].float().log_softmax(-1)
         chosen = torch.multinomial(scores.exp(), 1, generator=random)
@@ -97,7 +98,9 @@ def sample(lm: LlamaForCausalLM, prompts: Sequence[Sequence[int]], random: torch
         response_ids=Ragged.of([reply[:end] for reply, end in zip(replies, ends, strict=True)]),
         rollout_logprobs=Ragged.of([row[:end] for row, end in zip(found, ends, strict=True)], np.float32),
         ended=np.array([END in reply for reply in replies]),
-        **dict.fromkeys(("seed", "version", "prompt"), zeros),
+        seed=zeros,
+        version=zeros,
+        prompt=zeros,
     )
 
 
@@ -108,7 +111,8 @@ def right(prompts: Sequence[Sequence[int]], rollout: Rollout) -> Tensor:
 
 
 def tensors(rows: TextBatch) -> TextBatch[Tensor]:
-    return rows.map(torch.from_numpy)
+    found: TextBatch[Tensor] = rows.map(torch.from_numpy)  # type: ignore[assignment]
+    return found
 
 
 def config_of(method: str) -> PPOStageConfig:
