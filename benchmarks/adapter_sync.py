@@ -59,12 +59,17 @@ def best(repeat: int, run: Callable[[int], object]) -> float:
     return min(seconds)
 
 
+def drawn(model: Path, length: int) -> list[list[int]]:
+    """Random rows of the model's tokens."""
+    vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    return torch.randint(5, vocab_size, (REPLIES, length), generator=torch.Generator().manual_seed(length)).tolist()
+
+
 def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, float]:
     """Measure one kind of sync: its bytes and milliseconds, and the tokens sampled a second."""
     torch.set_num_threads(1)
     lm, memory = load_model(model), SharedWriter()
     adapters = Adapters(lm, lora, model, seed=1)
-    vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
     with torch.no_grad():
         for layer in adapters.layers.values():
             layer.lora_B.weight.normal_(std=0.02)
@@ -80,7 +85,7 @@ def measured(way: str, model: Path, lora: LoRAConfig, repeat: int) -> dict[str, 
         engine.weights.use(number + 1)
         sizes.append(update.num_bytes)
 
-    prompts = torch.randint(5, vocab_size, (REPLIES, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = drawn(model, PROMPT)
     sampling = Sampling(TOKENS, 1.0, (), 0)
     synced = best(repeat, sync)
     sampled = best(3, lambda number: engine.generate(prompts, list(range(REPLIES)), sampling, repeat))
@@ -100,8 +105,7 @@ def scored(spec: ModelSpec, both: bool, repeat: int) -> dict[str, float]:
     """Measure one process that scores replies; `both`: by the policy and by its base."""
     learner: Any = Learner(RuntimeConfig(threads=1, device="cpu"))  # type: ignore[arg-type]
     learner.build(spec, RankInfo("scorer", 0, 0, 1, "127.0.0.1", 0, None))
-    random = torch.Generator().manual_seed(0)
-    rows = TextBatch.of(*(torch.randint(5, 500, (REPLIES, n), generator=random).tolist() for n in (PROMPT, TOKENS)))
+    rows = TextBatch.of(drawn(spec.directory, PROMPT), drawn(spec.directory, TOKENS))
     spent = best(repeat, lambda number: [learner.score(rows), learner.reference(rows) if both else None])
     return {"ms": 1000 * spent, "mb": psutil.Process().memory_full_info().uss / 1e6}
 

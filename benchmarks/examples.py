@@ -54,6 +54,7 @@ EXAMPLES = dict(
         ("agents/largest_digit", Example("examples.agents.largest_digit:largest_digit", column="success")),
         ("own_project", Example("flows.short_replies:short_replies", evaluated="gold", folder="examples/own_project")),
         ("side_by_side", Example("examples.side_by_side:side_by_side", evaluated="reward")),
+        ("squares_vlm", Example("examples.squares_vlm:squares_vlm", evaluated="reward")),
     ]
 )
 STANDALONE = "standalone_loop"

@@ -113,25 +113,27 @@ def make_source(row: Row) -> Path:
 
 
 def base(row: Row) -> str:
-    """Stage `base`, with vLLM and, where that is refused, with transformers' generator."""
+    """Stage `base`, with vLLM and, where that is refused, with transformers' generator, or without one."""
     source = make_source(row)
-    try:
-        _base_stage(row, source, "vllm")
-    except ValueError as error:
-        refusal = cause_line(error)
-        if ".generator:" not in refusal:
-            raise
-        shutil.rmtree(row.base)
-        row.opener.close()  # transformers cannot build some models where vLLM failed to
-        row.engine = "transformers"
-        _base_stage(row, source, row.engine)
-        row.results["files = vLLM"] = _plain(refusal, row)
+    for engine, cell in (("vllm", "files = vLLM"), ("transformers", "GRPO")):
+        row.engine = engine
+        try:
+            _base_stage(row, source, GeneratorConfig(engine=engine))
+            return YES
+        except ValueError as error:
+            refusal = cause_line(error)
+            if ".generator:" not in refusal:
+                raise
+            row.results[cell] = _plain(refusal, row)
+            shutil.rmtree(row.base)
+            row.opener.close()  # transformers cannot build some models where vLLM failed to
+    _base_stage(row, source, None)
     return YES
 
 
-def _base_stage(row: Row, source: Path, engine: str) -> None:
+def _base_stage(row: Row, source: Path, generator: GeneratorConfig | None) -> None:
     row.base.mkdir()
-    config = HubBase(model=str(source), generator=GeneratorConfig(engine=engine))
+    config = HubBase(model=str(source), generator=generator)
     stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=row.opener)
     recorder: Any = SimpleNamespace(progress=lambda *_: None, metrics=lambda *_, **__: None)
     run_base(stage, row.base, recorder)

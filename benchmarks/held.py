@@ -9,7 +9,7 @@ from typing import Any
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.types import RankInfo
-from xray_runtime.models.heads import BorrowedHead
+from xray_runtime.models.head_layers import BorrowedHead
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
 

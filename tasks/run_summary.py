@@ -13,12 +13,13 @@ from typing import Any
 
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import evaluation_rows
+from xray_runtime.data.published_pictures import PublishedPictures, as_html
 from xray_runtime.kernel.config.loading import to_yaml
 from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT
 from xray_runtime.kernel.evidence.statement import read_statement
 from xray_runtime.kernel.evidence.view import RunEnded
 from xray_runtime.kernel.files import write_atomic
-from xray_runtime.kernel.graph.artifacts import Evaluation
+from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation
 from xray_runtime.kernel.graph.kind import Note
 from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.history.evidence import evidence, read_logged
@@ -56,6 +57,8 @@ class RunSummary:
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
         self._measured: dict[int, Measured] = {}
+        self._datasets: list[tuple[Path, str]] = []
+        """Directory and sha256 of the datasets, which may have pictures."""
         self._evaluation: tuple[int, CheckpointRef] | None = None
         """Number and checkpoint of the graph's last evaluation."""
         self.content: dict[str, Any] = {
@@ -99,6 +102,8 @@ class RunSummary:
         }
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
         kind = find_kind(result.kind)
+        if kind is not None and kind.output is Dataset:
+            self._datasets.append((result.checkpoint.path, result.checkpoint.sha256))
         if kind is not None and kind.sides and kind.results:
             self._measured[number] = measured(kind, result.checkpoint.path, result.checkpoint.sha256)
             self.content["evaluations"] = as_json(self.evaluations())
@@ -140,7 +145,9 @@ class RunSummary:
             shown = json.loads(_published(self._evaluation[1], "samples.json"))
         config = to_yaml(self._record)
         read = functools.partial(read_logged, self._output)
-        self.files |= write_report(self.report, self.content, records, shown, config, self.evaluations(), read)
+        given = self.content, records, shown, config, self.evaluations(), read
+        pictures = PublishedPictures(self._datasets)
+        self.files |= write_report(self.report, *given, lambda text: as_html(text, pictures.thumbnail))
 
     def markdown(self, page: Callable[[str], str | None]) -> str:
         """A summary for Prefect's page; `page`: MLflow run → address of its page."""

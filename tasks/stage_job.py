@@ -29,6 +29,7 @@ from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray.tasks.stored_results import find_result, keep_result, show_cached
 from xray.tasks.summary import headline, stage_markdown
 from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import (
@@ -236,13 +237,14 @@ class StageJob:
         )
 
     def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder, paths: Mapping[str, Path]) -> Stage[Any, Any]:
+        inputs = self._kind.inputs_at(paths)
         return Stage(
             name=self._spec.name,
             seed=self._spec.seed,
             config=self._config,
-            inputs=self._kind.inputs_at(paths),
+            inputs=inputs,
             runtime=runtime,
-            open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
+            open_models=model_opener(runtime, recorder.log_dir, self._context.run_id, picture_folders(inputs)),
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import ray
 import torch
+import transformers
 
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -24,7 +25,7 @@ from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.lora import LoRAConfig
 
 RUN_ID = "tests"
@@ -121,3 +122,15 @@ def same(found: ReplyBatch, expected: ReplyBatch) -> None:
         np.testing.assert_array_equal(ours.offsets, theirs.offsets)
         np.testing.assert_array_equal(ours.values, theirs.values)
     np.testing.assert_array_equal(found.ended, expected.ended)
+
+
+def mixture(directory: Path, tiny_model: Path, kind: str) -> Path:
+    """A small random mixture of four experts."""
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=320, hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False, sliding_window=None,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    save_model(transformers.AutoModelForCausalLM.from_config(config), load_tokenizer(tiny_model), directory)
+    return directory

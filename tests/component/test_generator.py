@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import ray
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from tests.component.layouts import short_of
-from tests.component.models import open_models, same
+from tests.component.models import mixture, open_models, same
 from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -34,7 +33,7 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
-from xray_runtime.models.causal_lm import load_tokenizer, save_model
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 
 ENGINES = {
@@ -256,18 +255,6 @@ def test_a_mixture_whose_experts_are_shared_is_followed(
     }
     with open_models(RUNTIME, tmp_path / "logs", specs) as opened:
         follows(opened, model, prompts)
-
-
-def mixture(directory: Path, tiny_model: Path, kind: str) -> Path:
-    """A small random mixture of four experts."""
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=320, hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_local_experts=4,
-        num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False, sliding_window=None,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    save_model(transformers.AutoModelForCausalLM.from_config(config), load_tokenizer(tiny_model), directory)
-    return directory
 
 
 def follows(models: dict[str, Any], directory: Path, prompts: PromptBatch) -> None:

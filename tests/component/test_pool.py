@@ -166,7 +166,7 @@ def test_busy_holders_do_not_keep_the_next_one_waiting(pool: Any, holders: Any) 
     assert ray.get(pool.__ray_call__.remote(_seconds_to_find_abandoned), timeout=SECONDS) < len(busy) * PING_SECONDS
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_without_its_pool_a_model_gets_processes_of_its_own(
     cluster: None, tiny_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

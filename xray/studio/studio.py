@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from xray_runtime.data.published_pictures import as_html
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
@@ -135,6 +136,7 @@ def page(request: Request, name: str, status: int = 200, /, **values: Any) -> HT
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "links": studio.links, "path": request.url.path, "audit": studio.audit_text()}
+    shared["pictured"] = partial(as_html, address="/pictures/{}".format)
     text = template(name, studio.templates).render(**shared | values)
     # A file's name may have bytes that are no text.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

@@ -39,12 +39,14 @@ class Generator(Workhorse):
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config, spec.adapter):
                 self._engine.restart(spec.directory)
+                self._engine.read_pictures(spec.pictures)
                 self._engine.sleep()
                 return
             del self._engine
             gc.collect()
         rank = EngineRank(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
         self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, rank, spec.adapter)
+        self._engine.read_pictures(spec.pictures)
 
     def unload(self) -> None:
         super().unload()

@@ -20,6 +20,8 @@ class GeneratorSpec:
     directory: Path
     max_length: int
     config: GeneratorConfig = field(default_factory=GeneratorConfig)
+    pictures: tuple[Path, ...] = ()
+    """Folders of the pictures that prompts may have."""
     adapter: LoRAConfig | None = None
     """Syncs bring an adapter with these fields, and never the weights of `directory`."""
 
@@ -33,4 +35,4 @@ class GeneratorSpec:
 
     def located(self, find: Callable[[Path], Path]) -> GeneratorSpec:
         """The spec for another node; `find` returns a directory's path there."""
-        return replace(self, directory=find(self.directory))
+        return replace(self, directory=find(self.directory), pictures=tuple(map(find, self.pictures)))

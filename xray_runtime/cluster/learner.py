@@ -55,7 +55,9 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.trainer import build_engine, build_scorer
         from xray_runtime.models.causal_lm import published
+        from xray_runtime.models.family import family_of
         from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.pictures import PictureReader
         from xray_runtime.models.weight_files import same_trunk
 
         self.spec = spec
@@ -75,6 +77,8 @@ class Learner(PublishedChecks, Workhorse):
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
+        if family_of(lm.config.model_type).pictures is not None:
+            module.pictures = PictureReader(lm, spec.directory, spec.pictures)
         # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()
         self._trunks = TrunkMemory()

@@ -31,7 +31,8 @@ class BranchSpec:
         from safetensors.torch import load_file
 
         from xray_runtime.engines.shard_loading import skeleton_of
-        from xray_runtime.models.heads import Branch, ScalarHead
+        from xray_runtime.models.head_layers import ScalarHead
+        from xray_runtime.models.heads import Branch
 
         lm: Any = skeleton_of(self.directory)
         scalar = None
@@ -62,6 +63,8 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+    pictures: tuple[Path, ...] = ()
+    """Folders of the pictures that rows may have."""
     adapter: Path | None = None
     """A checkpoint whose adapter a frozen model has beside its weights."""
     reference: Objective | None = None
@@ -92,7 +95,7 @@ class ModelSpec:
             for role, branch in self.branches.items()
         }
         adapter = None if self.adapter is None else find(self.adapter)
-        moved = replace(self, directory=find(self.directory), adapter=adapter)
+        moved = replace(self, directory=find(self.directory), adapter=adapter, pictures=tuple(map(find, self.pictures)))
         return replace(moved, branches=branches, head=_located(self.head, find))
 
 

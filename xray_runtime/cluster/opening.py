@@ -15,6 +15,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.handles import ModelProxy
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.pictures import with_pictures
 from xray_runtime.cluster.pool.acquisition import AcquireRequest, Acquisition
 from xray_runtime.cluster.pool.demand import demand
 from xray_runtime.cluster.pool.liveness import answered
@@ -41,12 +42,13 @@ UNLOAD_SECONDS = 20.0
 """Time for a model to unload before its Workhorses are killed."""
 
 
-def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenModels:
+def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str, pictures: tuple[Path, ...] = ()) -> OpenModels:
     """The function with which a stage body opens its models.
 
     Args:
         log_dir: directory of the Workhorses' logs, named after the stage.
         run_id: of the run whose worker pool and progress actor are used, if it has them.
+        pictures: folders of the pictures that the stage's rows may have.
     """
     is_open = False
 
@@ -58,7 +60,7 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
             raise RuntimeError(f"{log_dir.name}: a stage must open all models it uses together in one call")
         is_open = True
         try:
-            with _open(specs, runtime, log_dir, run_id) as models:
+            with _open(with_pictures(specs, pictures), runtime, log_dir, run_id) as models:
                 yield models
         finally:
             is_open = False

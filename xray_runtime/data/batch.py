@@ -1,7 +1,7 @@
 """Batches: B rows in columns, from the sampled reply to the micro-batch, and the one list of all columns.
 
     B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
-    H  size of a hidden state
+    H  size of a hidden state                     L  layers with experts       K  experts of a token in a layer
 
 A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
 objective gets the same batch with tensors in place of arrays, where the values of a ragged column are one flat axis.
@@ -41,6 +41,9 @@ _RESPONSE_MASK = column(
 _BRANCHES = column(
     "[B, …]", "int64", "agents.agent_records", "sampling.agent_rows", "of an agent's episode", wire=False
 )
+_ROUTE_IDS = column(
+    "[B, T, L, K]", "uint8, uint16", "engines.generation", f"{_OBJECTIVES}, ppo.ledger_writer", "see `data.routes`"
+)
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
 
@@ -61,6 +64,8 @@ class TextBatch(ColumnBatch[A]):
     prompt_lengths: A = column("[B]", "int64", _BATCHES, _OBJECTIVES, "tokens of the prompt")
     id: A = column("[B]", "int64", "sampling.scoring", "cluster.learner, ppo.ledger_writer", "a row's own number")
     response_mask: Ragged[A] = _RESPONSE_MASK
+    route_ids: Ragged[A] = _ROUTE_IDS
+    """Only of rows for a policy that replays them."""
     added_ends: A = column(
         "[B]", "bool", "sampling.scoring", _POLICY, "the last token was added for reward models alone"
     )
@@ -89,11 +94,14 @@ class TextBatch(ColumnBatch[A]):
         return [np.append(ids, length).astype(np.int64).tobytes() for ids, length in both]
 
     def alike_prompts(self: TextBatch) -> np.ndarray:
-        """For each sequence, the first one with the same prompt: of rows [B], of pairs all chosen ones and then all
-        rejected ones [2B]."""
+        """For each sequence, the first one with the same prompt, and the same experts for it: of rows [B], of pairs all
+        chosen ones and then all rejected ones [2B]."""
         lengths = self.prompt_lengths
         prompts = (ids for side in self.sides() for ids in side.heads(np.minimum(lengths, side.lengths)))
-        return first_alike(prompt.tobytes() for prompt in prompts)
+        if "route_ids" not in self:
+            return first_alike(prompt.tobytes() for prompt in prompts)
+        both = zip(prompts, self.route_ids.heads(lengths), strict=True)
+        return first_alike((prompt.tobytes(), routes.tobytes()) for prompt, routes in both)
 
     def first_with_prompt(self: TextBatch) -> np.ndarray:
         return self.alike_prompts()[: len(self)] if "prompt_lengths" in self else np.arange(len(self))
@@ -160,6 +168,11 @@ class ReplyBatch(ColumnBatch[A]):
     )
     rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
     ended: A = column("[B]", "bool", "engines.generation", "ppo.experience", "False: cut off")
+    route_ids: Ragged[A] = _ROUTE_IDS
+    """With `Sampling.routes`; so is `route_weights`."""
+    route_weights: Ragged[A] = column(
+        "[B, T, L, K]", "float32", "engines.generation", "ppo.ledger_writer", "of these experts, by the generator"
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -200,6 +213,8 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
+    """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""

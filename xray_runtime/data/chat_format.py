@@ -26,6 +26,7 @@ import numpy as np
 
 from xray_runtime.data.control_tokens import ControlTokens, Encoded
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pictures import PictureTokens, pictures_of
 from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
 from xray_runtime.data.template_text import ASSISTANT_TURN, OF_REASONING, USER_TURN, TemplateText, refuse
 from xray_runtime.data.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class _Row(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]]
+    messages: Messages
 
 
 class _Reply(NamedTuple):
@@ -123,7 +125,14 @@ class ChatFormat:
     def prompts(self, prompts: Sequence[Messages], **variables: Any) -> list[list[int]]:
         """Ids up to the start of the assistant's reply; `variables` are the template's."""
         texts = [self._template.render(messages, True, variables).text for messages in prompts]
-        return [encoded.ids for encoded in self.control.encode(texts)]
+        return [self._expanded(e.ids, m)[0] for e, m in zip(self.control.encode(texts), prompts, strict=True)]
+
+    def _expanded(self, ids: list[int], messages: Messages) -> tuple[list[int], list[int]]:
+        """`PictureTokens.expand`, where messages have pictures."""
+        pictures, written = pictures_of(messages), PictureTokens.of(self._tokenizer)
+        if not pictures or written is None:
+            return ids, []
+        return written.expand(ids, pictures)
 
     def replies(self, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False) -> list[list[int]]:
         """Ids of the assistant's messages behind their prompts, each with the end of its turn."""
@@ -142,13 +151,23 @@ class ChatFormat:
         rows = [row for messages, replies in conversations for row in self._rows(messages, replies)]
         known = self._encoded_leads([self._lead(row.text[:start]) for row in rows for start, _ in row.spans])
         encoded = self.control.encode([row.text for row in rows])
-        return [turns for row, joint in zip(rows, encoded, strict=True) for turns in self._tokens(row, joint, known)]
+        return [
+            self._with_pictures(turns, row)
+            for row, joint in zip(rows, encoded, strict=True)
+            for turns in self._tokens(row, joint, known)
+        ]
+
+    def _with_pictures(self, turns: Turns, row: _Row) -> Turns:
+        if not pictures_of(row.messages):
+            return turns
+        ids, places = self._expanded(turns.ids, row.messages)
+        return Turns(ids, [(places[start], places[end]) for start, end in turns.spans])
 
     def wholes(self, conversations: Sequence[Messages]) -> list[list[int]]:
         """Ids of conversations with a sampled reply to their last character, as other trainers' reward models read
         them."""
         texts = [self._template.render(messages, False, sampled=True).text for messages in conversations]
-        return [encoded.ids for encoded in self.control.encode(texts)]
+        return [self._expanded(e.ids, m)[0] for e, m in zip(self.control.encode(texts), conversations, strict=True)]
 
     def observations(self, messages: Messages, last: int) -> list[int]:
         """Ids of the messages between two replies, up to the start of the next reply.
@@ -253,7 +272,8 @@ class ChatFormat:
             before, text, rest = self._reply(messages[:number], messages[number])
             goes_on = rows and before.startswith(rows[-1].text[: rows[-1].spans[-1][1]])
             spans = rows.pop().spans if goes_on else []
-            rows.append(_Row(before + text + rest, [*spans, (len(before), len(before + text))]))
+            span = len(before), len(before + text)
+            rows.append(_Row(before + text + rest, [*spans, span], messages[: number + 1]))
         return rows
 
     def _tokens(self, row: _Row, joint: Encoded, known: dict[str, list[int]]) -> list[Turns]:

@@ -2,7 +2,7 @@
 optimizer step.
 
     B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
-    H  size of a hidden state
+    H  size of a hidden state                     L  layers with experts       K  experts of a token in a layer
 
 A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
 objective receives the tokens of a micro-batch as one flat axis: [B, R] as [R of all rows].
@@ -42,6 +42,8 @@ LEDGER = (
     listed("rollout_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
     listed("logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent where the policy scores no rollout"),
     listed("ref_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
+    listed("route_ids", "[B, T, L·K]", "uint8, uint16", _WRITER, _PAGES, "as above; with `routing: replay`"),
+    listed("route_weights", "[B, T, L·K]", "float", _WRITER, _PAGES, "as above; with `routing: replay`"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
     listed("answers", "[B]", "string", _WRITER, "trust.replay", "of episodes; absent if tokens are hashed"),

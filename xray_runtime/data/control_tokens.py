@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+import tokenizers
+
+from xray_runtime.data.tokenizer import Tokenizer
 
 LETTERS = str.maketrans("0123456789", "ghijklmnop")
 
@@ -36,7 +38,7 @@ class ControlTokens:
     some tokenizers write indentation and which can forge nothing. Raises ValueError if it is not a fast tokenizer, or
     if one of its added tokens cannot be distinguished from text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer: it needs a tokenizer.json")
         self.ids = {
@@ -85,7 +87,7 @@ class ControlTokens:
         return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(encodings, offsets, strict=True)]
 
 
-def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:
+def _renamed(tokenizer: Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """The tokenizer's backend with renamed tokens, also in the vocabulary, where some tokenizer models would otherwise
     find a special token's piece."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -102,4 +104,4 @@ def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:
     if "merges" in model:
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & names.keys()]
-    return Tokenizer.from_str(json.dumps(state))
+    return tokenizers.Tokenizer.from_str(json.dumps(state))

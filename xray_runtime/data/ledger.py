@@ -30,6 +30,8 @@ from xray_runtime.kernel.files import write_atomic
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """List columns: token ids, and numbers per token of the reply."""
+ROUTES = ("route_ids", "route_weights")
+"""List columns of prompt and reply, whose items are lists too: one for each expert of a token, layer by layer."""
 ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
@@ -108,6 +110,16 @@ def lists(column: Ragged, type: pa.DataType) -> pa.Array:
     """A ragged column as lists without nulls."""
     item = pa.field("item", type, nullable=False)
     return pa.ListArray.from_arrays(column.offsets.astype(np.int32), pa.array(column.values, type), pa.list_(item))
+
+
+def lists_of_lists(column: Ragged) -> pa.Array:
+    """A ragged column whose rows hold arrays of one shape, each as one list."""
+    flat = np.ascontiguousarray(column.values).reshape(len(column.values), -1)
+    item = pa.field("item", pa.from_numpy_dtype(flat.dtype), nullable=False)
+    items = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), type=pa.list_(item, flat.shape[1]))
+    return pa.ListArray.from_arrays(
+        column.offsets.astype(np.int32), items, pa.list_(pa.field("item", items.type, nullable=False))
+    )
 
 
 def sources_of(table: pa.Table) -> list[str]:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.data.pictures import PLACEHOLDER
 from xray_runtime.data.reading.json_values import check_json, parse_json, type_of, without_nulls
 from xray_runtime.data.reading.keys import LEARNED, NEUTRAL, REASONING, REFUSED_KEYS, Unread, is_learned, refuse_keys
+from xray_runtime.data.reading.pictures import FROM_COLUMN, FoundPicture
 from xray_runtime.kernel.errors import shown
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -106,6 +108,13 @@ def _message(where: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bo
         raise ValueError(f"{where} is to be learned and of role {role!r}; only the assistant's messages are learned")
     calls = _tool_calls(where, given.get("tool_calls") or [])
     text, reasoning = _texts(where, given, unread)
+    content = given.get("content")
+    parts = content if isinstance(content, list) else []
+    pictures = [part.entry for part in parts if isinstance(part, FoundPicture)]
+    if role != "user" and (pictures or FROM_COLUMN in parts):
+        raise ValueError(f"{where} has a picture and role {role!r}; allowed: user")
+    if pictures and (text or "").count(PLACEHOLDER) != len(pictures):
+        raise ValueError(f"{where} has {len(pictures)} pictures in its parts, and {PLACEHOLDER} in its text")
     if role != "assistant" and (calls or reasoning):
         what = "tool_calls" if calls else "reasoning"
         raise ValueError(f"{where} has {what} and role {role!r}; allowed: assistant")
@@ -113,7 +122,8 @@ def _message(where: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bo
         raise ValueError(f"{where}: content is missing; its keys are {', '.join(sorted(map(str, value))) or '(none)'}")
     of_tool = {name: _text(where, name, given[name]) for name in OF_TOOLS if name in given and role == "tool"}
     unread.add_message_keys(given.keys() - READ - of_tool.keys())
-    return reply_message(text or "", calls, reasoning) | {"role": role} | of_tool, learned
+    more = of_tool | ({"pictures": pictures} if pictures else {})
+    return reply_message(text or "", calls, reasoning) | {"role": role} | more, learned
 
 
 def _role(where: str, given: Mapping[str, Any]) -> str:
@@ -173,9 +183,16 @@ def _texts(where: str, given: Mapping[str, Any], unread: Unread) -> tuple[str | 
 
 
 def _joined(where: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
-    """(text, reasoning) of content parts, one line each, as vLLM's server joins them for templates of plain text."""
+    """(text, reasoning) of content parts, one line each, as vLLM's server joins them for templates of plain text;
+    pictures stand in the lines, as templates write them."""
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    begun = False
     for part in parts:
+        if part is FROM_COLUMN or isinstance(part, FoundPicture):
+            before = texts["text"].pop() if texts["text"] else ""
+            texts["text"].append(before + PLACEHOLDER)
+            begun = True
+            continue
         given = part if isinstance(part, dict) else {"type": type(part).__name__}
         kind = given.get("type")
         of = "thinking" if kind in REASONING else "text"
@@ -190,7 +207,9 @@ def _joined(where: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
                 "such rows"
             )
         unread.add_message_keys(f"content.{key}" for key in given.keys() - {"type", "text", kind})
-        texts[of].append(checked_text(where, "content", text))
+        before = texts[of].pop() if begun and of == "text" else ""
+        begun = begun and of != "text"
+        texts[of].append(before + checked_text(where, "content", text))
     return "\n".join(texts["text"]), "\n".join(texts["thinking"])
 
 

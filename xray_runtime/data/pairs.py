@@ -2,8 +2,8 @@
 
 A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, and ends with one
 of the user or a tool. Assistant messages may have `tool_calls` and `reasoning_content`, tool messages `name` and
-`tool_call_id`; the first message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never
-changed.
+`tool_call_id`; the first message of a prompt may have `tools`, the JSON schemas of the available tools. A user's
+message may have `pictures` (`data.pictures`). Texts are never changed.
 
 A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
 `datasets.load_dataset("arrow", data_files=path)`. Its record batches have `BATCH_ROWS` rows each, except the last,
@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from xray_runtime.data.pictures import shown_text
 from xray_runtime.data.reasoning import KEY, split_reasoning, with_reasoning
 
 Messages = list[dict[str, Any]]
@@ -107,9 +108,9 @@ P = TypeVar("P", Example, PreferenceExample)
 # 64-bit offsets, so that texts of any length fit a batch.
 TEXT = pa.large_string()
 REQUIRED = ("role", "content")
-PARTS = (*REQUIRED, "name", "tool_call_id", "reasoning_content", "tool_calls", "tools")
+PARTS = (*REQUIRED, "name", "tool_call_id", "reasoning_content", "tool_calls", "tools", "pictures")
 MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in REQUIRED) for part in PARTS])
-AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
+AS_JSON = ("tool_calls", "tools", "pictures", "chosen_tool_calls", "rejected_tool_calls")
 """Fields without a fixed schema, stored as JSON."""
 OPTIONAL = (*AS_JSON, "reasoning_content", "chosen_reasoning_content", "rejected_reasoning_content")
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
@@ -281,4 +282,4 @@ def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None, r
 
 def prompt_text(prompt: Messages) -> str:
     """A prompt's text without roles: for display, and as the key that identifies equal prompts."""
-    return "\n".join(message_text(message["content"], message.get("tool_calls")) for message in prompt)
+    return "\n".join(message_text(shown_text(message), message.get("tool_calls")) for message in prompt)

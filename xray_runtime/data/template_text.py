@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from xray_runtime.data.control_tokens import ControlTokens, unguessable
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pictures import PLACEHOLDER, PictureTokens
 from xray_runtime.data.reasoning import CLOSE, KEY, split_reasoning
 from xray_runtime.data.rendering_limit import check_size, limited_rendering
 from xray_runtime.data.tokenizer import Tokenizer
@@ -120,7 +121,7 @@ class TemplateText:
         if forms is None:
             number = self._first_changed(texts, marked, (guarded, prompt, variables), skeleton)
             refuse(messages, number, "changes what {} says")
-        return self._filled(self._control.named(skeleton), forms)
+        return self._filled(self._control.named(skeleton), forms, messages)
 
     def parts(self, message: dict[str, Any]) -> tuple[str | None, str]:
         """(reasoning or None, text) of a message. Reasoning at the beginning of an assistant's text, as many files have
@@ -132,7 +133,7 @@ class TemplateText:
 
     def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template reads it."""
-        message_read = {key: value for key, value in message.items() if key not in ("tools", KEY)}
+        message_read = {key: value for key, value in message.items() if key not in ("tools", "pictures", KEY)}
         reasoning, content = self.parts(message)
         if reasoning and self.reasoning is not None and self.reasoning.key is not None:
             message_read[self.reasoning.key] = reasoning
@@ -183,13 +184,24 @@ class TemplateText:
     def _as_spelled(self, text: str) -> str:
         return self._spare.sub(lambda match: self._spelled[match.group()], text)
 
-    def _filled(self, skeleton: str, forms: list[str]) -> Rendered:
+    def _filled(self, skeleton: str, forms: list[str], messages: Messages) -> Rendered:
         text, *pieces = self._slots.split(self._as_spelled(skeleton))
         places: dict[int, tuple[int, int]] = {}
-        for number, written, form in zip(map(int, pieces[::2]), pieces[1::2], forms, strict=True):
+        for number, written, given in zip(map(int, pieces[::2]), pieces[1::2], forms, strict=True):
+            form = self._with_pictures(given, messages[number]) if number < OF_REASONING else given
             places[number] = len(text), len(text) + len(form)
             text += form + written
         return Rendered(text, places)
+
+    def _with_pictures(self, text: str, message: dict[str, Any]) -> str:
+        """A message's text with the control tokens of a picture in each place of one."""
+        if not message.get("pictures"):
+            return text
+        written = PictureTokens.of(self._tokenizer)
+        if written is None:
+            raise ValueError("the row has a picture, and this model reads text alone")
+        parts = (written.before, written.token, written.after)
+        return text.replace(PLACEHOLDER, "".join(map(self._control.name_of, parts)))
 
     def _forms(self, texts: Messages, plain: str, skeleton: str) -> list[str] | None:
         """The text of each slot of `skeleton`, with which it equals the rendering `plain`; None: it does not."""

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from xray_runtime.data.pictures import PictureTokens
+
 
 class Tokenizer(Protocol):
     """A fast tokenizer with a chat template; `models.causal_lm.load_tokenizer` loads one."""
@@ -21,6 +23,8 @@ class Tokenizer(Protocol):
     added_tokens_decoder: Mapping[int, Any]
     """Id → the added token."""
     special_tokens_map: Mapping[str, str]
+    pictures: PictureTokens | None
+    """None: its model reads no pictures. Tokenizers that `load_tokenizer` did not load lack it (`PictureTokens.of`)."""
     backend_tokenizer: Any
     """The tokenizer of the library tokenizers."""
 

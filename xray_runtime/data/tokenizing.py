@@ -15,6 +15,7 @@ import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.data.pictures import runs, shown_picture
 from xray_runtime.data.reasoning import split_reasoning, with_reasoning
 from xray_runtime.data.tokenizer import Tokenizer
 
@@ -117,11 +118,16 @@ def decode_reply(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def decode_prompts(tokenizer: Tokenizer, ids: Sequence[Sequence[int]]) -> list[str]:
-    """The text of each prompt, or of a part of one, without special tokens."""
+    """The text of each prompt, or of a part of one, without special tokens; pictures as `pictures.SHOWN`."""
     if not ids:
         return []  # transformers would return one empty text
-    texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
-    return texts
+    parts = [list(runs(row)) for row in ids]
+    found = iter(
+        tokenizer.batch_decode(
+            [part for row in parts for digest, part in row if digest is None], skip_special_tokens=True
+        )
+    )
+    return ["".join(next(found) if d is None else shown_picture(d) for d, _ in row) for row in parts]
 
 
 def turns(tokenizer: Tokenizer, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:

@@ -18,6 +18,7 @@ import xxhash
 
 from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
+from xray_runtime.data.pictures import PictureTokens
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ ENCODING = (
     "control_tokens",
     "conversations",
     "pairs",
+    "pictures",
     "reasoning",
     "template_text",
     "tokenizing",
@@ -174,7 +176,9 @@ def _key(pairs: Path, form: str, tokenizer: Tokenizer) -> str:
         files = {path.name: file_sha256(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
     code = [file_sha256(Path(file)) for file in CODE]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return digest([file_sha256(pairs), form, files, code, versions])[:32]
+    pictures = PictureTokens.of(tokenizer)
+    rule = [] if pictures is None else [pictures.rule]
+    return digest([file_sha256(pairs), form, files, code, versions, *rule])[:32]
 
 
 def _encoded(

@@ -48,6 +48,9 @@ class TrainerCapabilities:
     """Ranks share each layer's experts."""
     sequence_parallel: bool = False
     """Ranks share the tokens of each row; it sums gradients over them as over data-parallel ranks."""
+    routes: bool = False
+    """Given experts may replace those that routers choose, on models that are whole or sharded over data-parallel
+    ranks."""
     activation_checkpointing: bool = False
     """Activations are computed again in the backward pass."""
     lora: bool = False
@@ -70,6 +73,8 @@ class TrainerCapabilities:
     """The cost of its sharding; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
     offload: bool = False
     """Optimizer states may live in host memory."""
+    pictures: bool = False
+    """It trains models that read pictures, whole on every rank; up to level 2 their states are sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,5 +101,9 @@ class GeneratorCapabilities:
     """It computes DoRA's norms, too."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
+    pictures: bool = False
+    """Prompts may have pictures."""
+    routes: tuple[Literal["cpu", "cuda"], ...] = ()
+    """The devices on which it says which experts it chose for each token, in which order and with which weights."""
     memory_pool: bool = False
     """It has an allocator for GPU memory that can be moved to the host and back, which trained models use as well."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.routes import unknown
 from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.engines.generator import generator
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -49,6 +50,11 @@ class Generation:
         # A checkpoint of what was trained on this one has the adapter beside its weights.
         files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
         self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
+
+    def read_pictures(self, folders: tuple[Path, ...]) -> None:
+        """Prompts may have pictures of these folders from now on."""
+        if folders:
+            self._sampler.read_pictures(self._directory, folders)
 
     def fits(
         self, directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None = None
@@ -95,11 +101,12 @@ class Generation:
             cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
             ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
             replies = [after or before for before, after in zip(replies, cut, strict=True)]
-        return ReplyBatch(
+        answer = ReplyBatch(
             response_ids=Ragged.of(reply.token_ids for reply in replies),
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
         )
+        return answer.with_columns(**_route_columns(prompts, replies)) if sampling.routes else answer
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Reply | None:
@@ -115,7 +122,27 @@ def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Rep
     if not holds_stop(len(reply.token_ids)):
         return None
     end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_stop)
-    return Reply(reply.token_ids[:end], reply.logprobs[:end])
+    return reply.first(end)
+
+
+def _route_columns(prompts: list[list[int]], replies: list[Reply]) -> dict[str, Ragged]:
+    """The routes of prompts with their replies, as columns. Raises RuntimeError: those of a token are missing."""
+    routes = [reply.routes for reply in replies]
+    lengths = [len(prompt) + len(reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
+    known = [found for found in routes if found is not None]
+    if [len(found.ids) + 1 for found in known] != lengths:
+        raise RuntimeError("the generator did not say the experts of every token")
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+
+    def column(rows: list[np.ndarray], last: int) -> Ragged:
+        end = np.full_like(rows[0][:1], last)
+        return Ragged(np.concatenate([part for row in rows for part in (row, end)]), offsets)
+
+    ids = [found.ids for found in known]
+    return {
+        "route_ids": column(ids, unknown(ids[0].dtype)),
+        "route_weights": column([found.weights for found in known], 0),
+    }
 
 
 def _shape(directory: Path, max_length: int, config: GeneratorConfig, adapter: LoRAConfig | None) -> tuple[object, ...]:

@@ -46,6 +46,8 @@ class ModelRole:
     """2 if a row is a pair of replies."""
     kept_rollouts: int = 0
     """Rollouts of a sampled model that the stage keeps in its checkpoint."""
+    keeps_routes: bool = False
+    """Whether the experts of each token are kept with them."""
     scores_tokens: bool = True
     """True if it computes logits; a critic or reward model computes one number instead."""
     trainable_layers: int | None = None
@@ -91,6 +93,15 @@ def all_models(call: Call) -> dict[str, ModelRole]:
             raise TypeError(f"{call.name}: the model {name!r} of its kind is {role!r}, and not a ModelRole")
         roles[name] = role
     return roles
+
+
+def shape_input(call: Call) -> str | None:
+    """The input that has the shape of a stage's output; None if it is the kind's own base model."""
+    if call.kind.base_model(call.config) is not None:
+        return None
+    trained = (role.shape for role in models_of(call).values() if role.use == "trained")
+    models = (name for name, handle in call.parents.items() if handle.call is None or handle.output.is_model)
+    return next(trained, None) or next(models, None)
 
 
 def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str = "engine", **facts: Any) -> ModelRole:

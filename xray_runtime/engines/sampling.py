@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from xray_runtime.data.routes import Routes
 from xray_runtime.engines.sampling_config import SamplingConfig
 from xray_runtime.engines.sync.versioned import Tensors
 
@@ -36,6 +38,9 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    routes: bool = False
+    """Replies bring the experts that were chosen for each token; with `capabilities.routes`. No prefix is then taken
+    from a cache, of whose tokens the experts are not known."""
 
     @classmethod
     def of(cls, config: SamplingConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
@@ -49,6 +54,14 @@ class Reply:
 
     token_ids: list[int]
     logprobs: list[float]
+    routes: Routes | None = None
+    """Those of prompt and reply."""
+
+    def first(self, count: int) -> Reply:
+        """The reply up to its token `count`."""
+        left_out = len(self.token_ids) - count
+        routes = self.routes and self.routes.first(len(self.routes.ids) - left_out)
+        return Reply(self.token_ids[:count], self.logprobs[:count], routes)
 
     def ended(self, sampling: Sampling) -> bool:
         """Whether it ended with a stop token."""
@@ -71,6 +84,10 @@ class Sampler(Protocol):
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         """One reply a prompt, in order."""
+
+    def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
+        """Prompts may have pictures of these folders from now on. With `capabilities.pictures`."""
+        raise AssertionError(f"{type(self).__name__} does not support this call")
 
     def write(self, tensors: Tensors, version: int) -> None:
         """Write whole tensors into the model by their Hugging Face names; see `sync.versioned.Write`."""

@@ -17,7 +17,8 @@ from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
 from xray_runtime.models.family import Parts
-from xray_runtime.models.heads import BorrowedHead, HeadedLM
+from xray_runtime.models.head_layers import BorrowedHead
+from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
 
 SMALL = 100_000

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.engines.training_config import TrainingConfig
-from xray_runtime.kernel.config.section import RuntimeConfig, Section, UnitInterval
+from xray_runtime.kernel.config.section import RuntimeConfig, Section, UnitInterval, sections
 from xray_runtime.kernel.config.sources import Gold, SourceTerms
 from xray_runtime.methods.benchmark.config import BenchmarkConfig
 from xray_runtime.methods.dpo.config import DPOConfig
@@ -129,18 +129,12 @@ class LifecycleConfig(Section):
     @property
     def trained(self) -> dict[str, TrainingConfig]:
         """Path of each section with training fields → the section."""
-        stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo_stages)}
-        sections = {name: getattr(self, name) for name in type(self).model_fields} | stages
-        return {name: section for name, section in sections.items() if isinstance(section, TrainingConfig)}
+        return {path: part for path, part in sections(self) if isinstance(part, TrainingConfig)}
 
     @property
     def engines(self) -> dict[str, EngineConfig]:
-        """Path of each engine that the config sets → the engine."""
-        engines = {f"{name}.engine": section.engine for name, section in self.trained.items()}
-        for number, stage in enumerate(self.ppo_stages):
-            if stage.critic_engine is not None:
-                engines[f"ppo.stages.{number}.critic_engine"] = stage.critic_engine
-        return engines
+        """Path of each engine of a trained model → the engine."""
+        return {path: part for path, part in sections(self) if isinstance(part, EngineConfig)}
 
     @property
     def reads(self) -> list[str]:

@@ -34,7 +34,7 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
     import torch
     import transformers
 
-    from xray_runtime.models.attention import attention_of
+    from xray_runtime.models.attention import attention_of, auto_class
     from xray_runtime.models.source_checks import ForeignModelError, check_config
 
     kind = dict(fields or {}).get("model_type")
@@ -47,9 +47,7 @@ def built_shape(model: str, fields: Mapping[str, Any] | None = None) -> ModelSha
         check_config(config)
         # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
         with torch.device("meta"):
-            lm: Any = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention_of(config), **NO_CODE
-            )
+            lm: Any = auto_class(config).from_config(config, attn_implementation=attention_of(config), **NO_CODE)
         lm.tie_weights()
         return shape_of(lm)
     except ForeignModelError as error:

@@ -25,10 +25,11 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
-from xray_runtime.models.attention import attention_of
+from xray_runtime.models.attention import attention_of, auto_class
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.fresh import fresh_llama as fresh_llama
+from xray_runtime.models.pictures import PROCESSOR, picture_tokens
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.tokenizer import Tokenizer
 
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
-SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
+SMALL_FILES = ("config.json", "generation_config.json", PROCESSOR, "chat_template.jinja", "merges.txt", "vocab.json")
 
 
 class _Weights(NamedTuple):
@@ -247,7 +248,7 @@ def skeleton(model: str) -> nn.Module:
 def without_weights(config: HFConfig) -> Any:
     """The causal LM of a Hugging Face config in float32, its weights on the meta device and not tied yet."""
     with accelerate.init_empty_weights(include_buffers=False), _untouched():
-        return transformers.AutoModelForCausalLM.from_config(
+        return auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation=attention_of(config), **NO_CODE
         )
 
@@ -304,7 +305,8 @@ def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
     gguf = {"gguf_file": options["gguf_file"]} if "gguf_file" in options else {}
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **gguf)
-    loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
+    auto = auto_class(config) if family is transformers.AutoModelForCausalLM else family
+    loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
@@ -342,4 +344,5 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     else:
         kind = transformers.AutoTokenizer
     loaded: Tokenizer = kind.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
+    loaded.pictures = picture_tokens(Path(directory))
     return loaded

@@ -125,6 +125,29 @@ class Auxiliary:
     """(output, config) → sums over these tokens for the log, whether the loss is on or off."""
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """How a family reads pictures, where transformers gives their features as `get_image_features` and positions as
+    `get_rope_index`."""
+
+    tower: str
+    """The part that reads them; it is never trained."""
+    tokens: tuple[str, str, str]
+    """Fields of the config: the ids before a picture, of each of its tokens, and after it."""
+    count: Callable[[Any, int, int], int]
+    """(transformers' image processor, width, height) → number of tokens."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a layer's router is read, and told what to choose."""
+
+    read: Callable[[Any], tuple[Tensor, Tensor]]
+    """Its output → (ids of a token's experts [S, K], in the order in which their outputs are summed, their weights)."""
+    force: Callable[[Any, Any, Tensor], Any]
+    """(router, its output, ids [S, K]; −1: as it chose) → the output with these experts, weighted by its own logits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     model_types: tuple[str, ...]
@@ -143,11 +166,15 @@ class Family:
     attention: Callable[[HFConfig], str] = lambda config: "sdpa"
     """transformers' attention that computes all of a config's; "eager" where it caps scores. Where transformers has no
     "sdpa" for a class, "eager" is taken anyway."""
+    pictures: Pictures | None = None
+    """None: it reads text alone."""
     auxiliary: Auxiliary | None = None
     chosen: str = "num_experts_per_tok"
     """The config's field with the number of experts that a token takes."""
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""
+    routing: Routing | None = None
+    """None: the routes of its models can be neither recorded nor replayed."""
     megatron: Callable[[HFConfig], bool] = lambda config: False
     """Whether Megatron-core's GPT of Llama's parts computes a model of this config (`megatron.weights`)."""
     plain_tokenizer: bool = False

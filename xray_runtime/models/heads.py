@@ -26,10 +26,13 @@ from torch.utils.checkpoint import checkpoint
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
+from xray_runtime.models.head_layers import BorrowedHead, ScalarHead
 from xray_runtime.models.noted_passes import NotedPasses
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
+from xray_runtime.models.pictures import PictureReader
+from xray_runtime.models.routing import ARGUMENT, take_routes
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, each_where_it_is
 
 T = TypeVar("T")
@@ -43,6 +46,9 @@ class HeadedLM(nn.Module):
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
         branches: frozen models on the same trunk.
         adapters: LoRA adapters in `lm`, which are trained instead of its weights.
+
+    Attributes:
+        routed_layers: number of layers with experts that take routes.
 
     Raises:
         ValueError: `trainable_layers` exceeds the model's layers, or a branch does not share the trunk.
@@ -61,8 +67,9 @@ class HeadedLM(nn.Module):
         assert adapters is None or trainable_layers is None
         self.lm = lm
         self.adapters = adapters
-        lm.config.use_cache = False
-        hidden = lm.config.hidden_size
+        text = lm.config.get_text_config()
+        text.use_cache = False
+        hidden = text.hidden_size
         self.scalar = ScalarHead(hidden, 1) if scalar_head else None
         if self.scalar is not None:
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
@@ -70,6 +77,10 @@ class HeadedLM(nn.Module):
             nn.init.zeros_(self.scalar.bias)
         family = family_of(lm.config.model_type)
         self.parts, self._logits = family.parts, family.logits(lm.config)
+        self.pictures: PictureReader | None = None
+        """Set where rows have pictures."""
+        if family.pictures is not None:
+            lm.get_submodule(family.pictures.tower).requires_grad_(False)
         known = family.auxiliary
         self.noted = known if known and hasattr(lm.config, known.option) else None
         """The output of its own that training notes."""
@@ -82,32 +93,34 @@ class HeadedLM(nn.Module):
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
             use_packed_attention(lm)
+        self.routed_layers = take_routes(lm, family)
         self.has_trunk = trainable_layers is not None
-        self.frozen_layers = 0
-        if trainable_layers is not None:
-            if not self.parts.fit(lm):
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
-                    f"taken apart, not a {type(lm).__name__}"
-                )
-            check_parts(lm, f"base.trainable_layers: {trainable_layers}")
-            layers = self.layers
-            if trainable_layers > len(layers):
-                raise ValueError(
-                    f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers"
-                )
-            self.frozen_layers = len(layers) - trainable_layers
-            lm.requires_grad_(False)
-            for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
-                module.requires_grad_(True)
-        held = list(branches)
-        for branch in held:
+        self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
+        self.branches: Any = nn.ModuleList(branches)
+        for branch in self.branches:
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
-        self.branches: Any = nn.ModuleList(held)
+
+    def _train_top(self, trainable_layers: int) -> int:
+        """Freeze all but the top layers and the final norm; returns the number of frozen layers."""
+        lm = self.lm
+        if not self.parts.fit(lm) or family_of(lm.config.model_type).pictures is not None:
+            raise ValueError(
+                f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
+                f"taken apart, not a {type(lm).__name__}"
+            )
+        check_parts(lm, f"base.trainable_layers: {trainable_layers}")
+        layers = self.layers
+        if trainable_layers > len(layers):
+            raise ValueError(f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers")
+        frozen = len(layers) - trainable_layers
+        lm.requires_grad_(False)
+        for module in (*layers[frozen:], lm.get_submodule(self.parts.norm)):
+            module.requires_grad_(True)
+        return frozen
 
     @property
     def layers(self) -> Any:
@@ -152,14 +165,23 @@ class HeadedLM(nn.Module):
             return self._run_whole(trunk, lengths, prompts, input_ids=input_ids)
 
     def hidden(
-        self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        trunk: Tensor | None = None,
+        prompts: Prompts | None = None,
+        routes: Tensor | None = None,
     ) -> States:
         """Last hidden states [N, H]; from `trunk` states where they are given.
 
         A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
+        `routes`: experts of each token in each layer that has some [N, L, K]; −1: those that the model chooses.
         """
+        if routes is not None and (self.has_trunk or routes.shape[1] != self.routed_layers):
+            raise ValueError(f"routes of {routes.shape[1]} layers cannot be replayed by a {type(self.lm).__name__}")
         if trunk is None and not self.has_trunk:
-            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids)
+            given = {} if routes is None else {ARGUMENT: routes}
+            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids, **given)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
         norm = self.lm.get_submodule(self.parts.norm)
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
@@ -178,6 +200,8 @@ class HeadedLM(nn.Module):
         if self.packs:
             return packed_states(backbone, lengths, prompts, self.sequence_ranks, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
+        if self.pictures is not None:
+            padded = self.pictures.entering(padded["input_ids"])
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
     def noting_passes(self) -> HeadedLM:
@@ -253,7 +277,7 @@ class HeadedLM(nn.Module):
 
     def logprobs(self, hidden: States, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
-        chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.vocab_size
+        chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.get_text_config().vocab_size
 
         def compute(own: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             return self.in_chunks(
@@ -322,27 +346,3 @@ class _ForwardInChunks:
         return (
             self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
         )
-
-
-class ScalarHead(nn.Linear):
-    """One number a state, in float32 at least: the eight bits of bfloat16 would round values and rewards coarsely."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Numbers [..., 1] of hidden states [..., H]."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-
-
-class BorrowedHead(nn.Module):
-    """An output layer [V, H] whose weight another pipeline stage owns: no parameter of this one, with a gradient.
-
-    In mixed precision it stays float32, and so does its gradient, which is summed over micro-batches here.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight.detach().clone().requires_grad_()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, H]."""
-        return nn.functional.linear(hidden, self.weight.to(hidden.dtype))

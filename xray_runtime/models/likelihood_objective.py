@@ -35,7 +35,7 @@ class LikelihoodObjective(Objective[Forward[Texts]]):
 
 def _likeliest(module: HeadedLM, hidden: States) -> Tensor:
     """The likeliest token [N] after each of the hidden states [N, H]."""
-    vocab_size = module.lm.config.vocab_size
+    vocab_size = module.lm.config.get_text_config().vocab_size
 
     def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
         return torch.cat([logits(part)[:, :vocab_size].argmax(-1) for part in states.split(CHUNK)])

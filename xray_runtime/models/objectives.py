@@ -183,7 +183,15 @@ def last_hidden(module: HeadedLM, rows: Texts) -> States:
     """Last hidden states [N', H] of `sequences`."""
     texts = sequences(rows)
     trunk = texts.trunk.values if "trunk" in texts else None
-    return module.hidden(texts.input_ids.values, texts.input_ids.lengths, trunk, prompts_of(rows))
+    given = texts.input_ids.values, texts.input_ids.lengths, trunk, prompts_of(rows)
+    return module.hidden(*given, _routes(texts)) if "route_ids" in texts else module.hidden(*given)
+
+
+def _routes(rows: Texts) -> Tensor:
+    """The experts of each token [N, L, K] int64; −1 where they are not known."""
+    ids = rows.route_ids.values
+    found = ids.long()
+    return found.masked_fill(found == torch.iinfo(ids.dtype).max, -1)
 
 
 def branch_states(module: HeadedLM, branch: Branch, rows: Texts) -> Tensor:

@@ -1,10 +1,10 @@
 """Sequences of different lengths through a backbone in one row without padding: a shared prompt is computed once.
 
-The row holds trees of depth one. A stem is a prompt that several sequences begin with, or a whole sequence; a branch is
-what comes after a shared prompt, at the positions behind it, and sees the prompt and itself. transformers tells packed
-sequences by their positions, but then makes a mask [M, M] of them, which costs more than the padding it saves. Here
-stems and branches of similar lengths attend together, padded in attention alone (on CUDA, in half precision, one kernel
-takes all of either unpadded); everything else of a layer looks at one token at a time and does not notice.
+The row holds trees of depth one. A prefix is a prompt that several sequences begin with, or a whole sequence; a suffix
+is what comes after a shared prompt, at the positions behind it, and sees the prompt and itself. transformers tells
+packed sequences by their positions, but then makes a mask [M, M] of them, which costs more than the padding it saves.
+Here prefixes and suffixes of similar lengths attend together, padded in attention alone (on CUDA, in half precision,
+one kernel takes all of either unpadded); everything else of a layer looks at one token at a time and does not notice.
 
 Shapes: B sequences of N tokens, of which M are computed, a heads, d head size.
 """
@@ -57,30 +57,30 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Stems, or branches with their stems, that attend in one call: C sequences, padded to L tokens."""
+    """Prefixes, or suffixes with their prefixes, that attend in one call: C sequences, padded to L tokens."""
 
     index: Tensor
     """Place in the row of each token [C, L]; what pads a sequence is its last token."""
     back: Tensor
     """Among the C · L tokens, the places of those that do not pad, sequence by sequence."""
-    stem_index: Tensor | None = None
-    """As `index`, of the D stems that branches see [D, S]."""
-    stem_of: Tensor | None = None
-    """The stem of each branch among these [C]."""
+    prefix_index: Tensor | None = None
+    """As `index`, of the D prefixes that suffixes see [D, S]."""
+    prefix_of: Tensor | None = None
+    """The prefix of each suffix among these [C]."""
     visible: Tensor | None = None
-    """Which keys, of the stem and its own, each token of a branch sees [C, 1, L, S + L]."""
+    """Which keys, of the prefix and its own, each token of a suffix sees [C, 1, L, S + L]."""
 
 
 @dataclass(frozen=True)
 class Trees:
-    """The places of sequences in a row: first all stems, then all branches, each from short to long."""
+    """The places of sequences in a row: first all prefixes, then all suffixes, each from short to long."""
 
-    stems: Tensor
-    """Lengths of all stems."""
-    branches: Tensor
-    """Lengths of all branches, without their stems."""
-    stem_of: Tensor
-    """The stem of each branch."""
+    prefixes: Tensor
+    """Lengths of all prefixes."""
+    suffixes: Tensor
+    """Lengths of all suffixes, without their prefixes."""
+    prefix_of: Tensor
+    """The prefix of each suffix."""
     computed: Tensor
     """The token at each place of the row, among those of all sequences [M]."""
     given: Tensor
@@ -99,18 +99,18 @@ class Trees:
             shared = prompts.lengths.cpu() * is_shared
             first = torch.where(shared > 0, prompts.first.cpu(), rows)
         own, begins = lengths - shared, lengths.cumsum(0) - lengths
-        stems = (first == rows).nonzero().squeeze(-1)
-        stem_lengths = torch.where(shared > 0, shared, lengths)
-        stems = stems[stem_lengths[stems].argsort(stable=True)]
-        stem_of = torch.empty_like(rows)
-        stem_of[stems] = torch.arange(len(stems))
-        stem_of = stem_of[first]
-        branches = ((shared > 0) & (own > 0)).nonzero().squeeze(-1)
-        branches = branches[(own * (lengths.max() + 1) + shared)[branches].argsort(stable=True)]
+        prefixes = (first == rows).nonzero().squeeze(-1)
+        prefix_lengths = torch.where(shared > 0, shared, lengths)
+        prefixes = prefixes[prefix_lengths[prefixes].argsort(stable=True)]
+        prefix_of = torch.empty_like(rows)
+        prefix_of[prefixes] = torch.arange(len(prefixes))
+        prefix_of = prefix_of[first]
+        suffixes = ((shared > 0) & (own > 0)).nonzero().squeeze(-1)
+        suffixes = suffixes[(own * (lengths.max() + 1) + shared)[suffixes].argsort(stable=True)]
 
-        counts = torch.cat([stem_lengths[stems], own[branches]])
-        skipped = torch.cat([torch.zeros_like(stems), shared[branches]])
-        computed = _ranges(begins[torch.cat([stems, branches])] + skipped, counts)
+        counts = torch.cat([prefix_lengths[prefixes], own[suffixes]])
+        skipped = torch.cat([torch.zeros_like(prefixes), shared[suffixes]])
+        computed = _ranges(begins[torch.cat([prefixes, suffixes])] + skipped, counts)
         place = torch.empty(int(lengths.sum()), dtype=torch.int64)
         place[computed] = torch.arange(len(computed))
         # A token of a shared prompt is the first sequence's.
@@ -121,9 +121,9 @@ class Trees:
             begins.repeat_interleave(lengths),
         )
         return cls(
-            stem_lengths[stems],
-            own[branches],
-            stem_of[branches],
+            prefix_lengths[prefixes],
+            own[suffixes],
+            prefix_of[suffixes],
             computed.to(device),
             place[source + in_row].to(device),
             _ranges(skipped, counts).to(device),
@@ -131,36 +131,38 @@ class Trees:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """All stems, then all branches."""
+        """All prefixes, then all suffixes."""
         device = self.computed.device
-        ends = torch.cat([self.stems, self.branches]).cumsum(0)
-        found, num_stems = [], len(self.stems)
-        for begin, end in _similar(self.stems, self.stems):
-            index, back = _padded(ends[begin:end], self.stems[begin:end])
+        ends = torch.cat([self.prefixes, self.suffixes]).cumsum(0)
+        found, num_prefixes = [], len(self.prefixes)
+        for begin, end in _similar(self.prefixes, self.prefixes):
+            index, back = _padded(ends[begin:end], self.prefixes[begin:end])
             found.append(Block(index.to(device), back.to(device)))
-        for begin, end in _similar(self.branches, self.branches + self.stems[self.stem_of]):
-            own, stem_of = self.branches[begin:end], self.stem_of[begin:end]
-            index, back = _padded(ends[num_stems + begin : num_stems + end], own)
-            stems, stem_of = stem_of.unique(return_inverse=True)
-            stem_index, _ = _padded(ends[stems], self.stems[stems])
-            seen = torch.arange(stem_index.shape[1]) < self.stems[stems][stem_of, None]
+        for begin, end in _similar(self.suffixes, self.suffixes + self.prefixes[self.prefix_of]):
+            own, prefix_of = self.suffixes[begin:end], self.prefix_of[begin:end]
+            index, back = _padded(ends[num_prefixes + begin : num_prefixes + end], own)
+            prefixes, prefix_of = prefix_of.unique(return_inverse=True)
+            prefix_index, _ = _padded(ends[prefixes], self.prefixes[prefixes])
+            seen = torch.arange(prefix_index.shape[1]) < self.prefixes[prefixes][prefix_of, None]
             causal = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool).tril()
             sides = seen[:, None].expand(-1, len(causal), -1), causal.expand(len(own), -1, -1)
             visible = torch.cat(sides, 2)[:, None]
-            found.append(Block(*(x.to(device) for x in (index, back, stem_index, stem_of, visible))))
+            found.append(Block(*(x.to(device) for x in (index, back, prefix_index, prefix_of, visible))))
         return found
 
     @cached_property
     def keys(self) -> Tensor:
-        """Places of the keys of all branches, one branch after the other: those of its stem and its own."""
-        stems, own = self.stems[self.stem_of], self.branches
-        begins = torch.stack([self.stems.cumsum(0)[self.stem_of] - stems, self.stems.sum() + own.cumsum(0) - own], 1)
-        counts = torch.stack([stems, own], 1)
+        """Places of the keys of all suffixes, one suffix after the other: those of its prefix and its own."""
+        prefixes, own = self.prefixes[self.prefix_of], self.suffixes
+        begins = torch.stack(
+            [self.prefixes.cumsum(0)[self.prefix_of] - prefixes, self.prefixes.sum() + own.cumsum(0) - own], 1
+        )
+        counts = torch.stack([prefixes, own], 1)
         return _ranges(begins.flatten(), counts.flatten()).to(self.computed.device)
 
     @cached_property
     def bounds(self) -> tuple[int, Bounds, Bounds | None]:
-        """(end of the stems, bounds of the stems, bounds of the branches if there are any), made once for all layers: a
+        """(end of the prefixes, their bounds, bounds of the suffixes if there are any), made once for all layers: a
         copy to a GPU waits for what it computes."""
 
         def of(lengths: Tensor, num_keys: Tensor) -> Bounds:
@@ -170,9 +172,9 @@ class Trees:
             )
             return offsets, key_offsets, int(lengths.max()), int(num_keys.max())
 
-        branches = self.branches
-        of_branches = of(branches, self.stems[self.stem_of] + branches) if len(branches) else None
-        return int(self.stems.sum()), of(self.stems, self.stems), of_branches
+        suffixes = self.suffixes
+        of_suffixes = of(suffixes, self.prefixes[self.prefix_of] + suffixes) if len(suffixes) else None
+        return int(self.prefixes.sum()), of(self.prefixes, self.prefixes), of_suffixes
 
 
 def _similar(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, int]]:
@@ -273,10 +275,10 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, s
     outs = []
     for block in trees.blocks:
         queries, keys, values = (_gathered(x, block.index) for x in (q, k, v))
-        if block.stem_index is not None:
-            assert block.stem_of is not None
-            of_stems = (_gathered(_gathered(x, block.stem_index), block.stem_of) for x in (k, v))
-            keys, values = (torch.cat(sides, 1) for sides in zip(of_stems, (keys, values), strict=True))
+        if block.prefix_index is not None:
+            assert block.prefix_of is not None
+            of_prefixes = (_gathered(_gathered(x, block.prefix_index), block.prefix_of) for x in (k, v))
+            keys, values = (torch.cat(sides, 1) for sides in zip(of_prefixes, (keys, values), strict=True))
         out = scaled_dot_product_attention(
             queries.transpose(1, 2),
             keys.transpose(1, 2),
@@ -313,8 +315,8 @@ def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, sca
         return out
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    end, stems, branches = trees.bounds
-    out = attend(q[:end], k[:end], v[:end], stems)
-    if branches is None:
+    end, prefixes, suffixes = trees.bounds
+    out = attend(q[:end], k[:end], v[:end], prefixes)
+    if suffixes is None:
         return out
-    return torch.cat([out, attend(q[end:], k[trees.keys], v[trees.keys], branches)])
+    return torch.cat([out, attend(q[end:], k[trees.keys], v[trees.keys], suffixes)])

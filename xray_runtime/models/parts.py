@@ -14,7 +14,9 @@ from xray_runtime.models.family import family_of
 
 def backbone_of(lm: Any) -> Any:
     """The part of a causal LM that computes last hidden states; transformers' `base_model` of Llama 4 is the whole."""
-    return lm.get_submodule(family_of(lm.config.model_type).parts.backbone) if lm.base_model is lm else lm.base_model
+    family = family_of(lm.config.model_type)
+    is_part = lm.base_model is lm or family.pictures is not None
+    return lm.get_submodule(family.parts.backbone) if is_part else lm.base_model
 
 
 @torch.no_grad()

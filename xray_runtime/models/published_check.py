@@ -37,7 +37,8 @@ class PublishedError(RuntimeError):
 
 def tried_ids(directory: Path) -> list[list[int]]:
     """The rows that trainer and reader score, of a checkpoint's vocabulary."""
-    vocabulary = int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    vocabulary = int(content.get("text_config", content)["vocab_size"])
     return [row.tolist() for row in tried_rows(vocabulary)[0].split(list(LENGTHS))]
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from xray_runtime.data.tokenizer import Tokenizer
-from xray_runtime.models.family import HFConfig
+from xray_runtime.models.family import HFConfig, family_of
 from xray_runtime.models.quantized import why_quantized
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -52,7 +52,7 @@ def check_config(config: HFConfig) -> None:
     weights."""
     kind, sections = config.model_type, sorted(getattr(type(config), "sub_configs", {}))
     media = [name for name in sections if name.startswith(("vision", "audio")) and getattr(config, name, None)]
-    if media or config.get_text_config(decoder=True) is not config:
+    if family_of(kind).pictures is None and (media or config.get_text_config(decoder=True) is not config):
         others = ", ".join(name for name in media or sections if getattr(config, name, None) is not None)
         raise ForeignModelError(
             f"is a {kind!r} model of several parts ({others or 'an encoder and a decoder'}), of which X-ray would "

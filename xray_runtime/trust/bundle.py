@@ -6,6 +6,7 @@ it can be imported into another output directory and its MLflow. It also holds
     index.html                one page: lineage, curves, judgements, conversations, licences
     provenance.intoto.jsonl   every checkpoint's signed statement, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
+    bom.cdx.json              CycloneDX bill of materials: `bom`
     source/                   the log that they come from, as public tools read it: `published_log`
     log.jsonl                 lists the checkpoints and these files, signed with the exporter's key
 """
@@ -40,6 +41,7 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import is_safe
 from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
 from xray_runtime.trust.audit.checkpoints import Audit, audit
+from xray_runtime.trust.bom import bill_of_materials, to_json
 from xray_runtime.trust.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
 from xray_runtime.trust.log import append, log_checkpoints
 from xray_runtime.trust.page import write_html
@@ -47,7 +49,7 @@ from xray_runtime.trust.published_log import SOURCE, publish_log
 from xray_runtime.trust.retention import with_history
 from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, signing_key
 
-PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
+PAGE, PROVENANCE, BILL = "index.html", "provenance.intoto.jsonl", "bom.cdx.json"
 UNKNOWN = (
     "cannot be known: when anything was signed. Times are the signer's; nobody else stamped them",
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
@@ -103,6 +105,9 @@ def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> No
     write_html(target / PAGE, LineageStore(target, store.graph, None), node, chosen)
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     (target / PROVENANCE).write_bytes(b"".join(read_bounded(path) for path in statements if path.is_file()))
+    # An audit of the bundle names a statement that cannot be read.
+    with contextlib.suppress(OSError, ValueError):
+        (target / BILL).write_bytes(to_json(bill_of_materials(store.graph, node, chosen)))
     publish_log(store.output, set(chosen), target / SOURCE)
     files = digests(target, list(target.iterdir()))
     exported = {store.graph.nodes[sha].directory.name: sha for sha in chosen}
@@ -214,7 +219,7 @@ def _strays(store: LineageStore) -> Iterator[Finding]:
     """Entries of a bundle that `export` does not write; the audit has looked into checkpoints and records."""
     nodes = {node.directory.name for node in store.graph.nodes.values()}
     allowed = {
-        "": {CHECKPOINTS, RECORDS, "keys", LOG, END, PAGE, PROVENANCE, SOURCE},
+        "": {CHECKPOINTS, RECORDS, "keys", LOG, END, PAGE, PROVENANCE, BILL, SOURCE},
         CHECKPOINTS: nodes | {path.name for path in store.graph.unreadable},
         RECORDS: nodes,
         "keys": {PUBLIC, TRUSTED, RETIRED},

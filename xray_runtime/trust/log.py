@@ -107,9 +107,8 @@ def choose_witness(output: Path, address: str, key: WitnessKey | None, *, by: st
 
 def _cosign(output: Path, chosen: WitnessChosen, private: Path, *, is_new: bool = False) -> None:
     with lock(output, "witness"):
-        tree = MerkleTree()
-        # Entries that another process appended meanwhile are in no checkpoint that was read before.
-        checkpoint = read_log_checkpoint(output)
+        # Entries that another process appends meanwhile are in no checkpoint that was read before.
+        checkpoint, tree = read_log_checkpoint(output), _tree(output, "witness")
         tree.follow(view(output).heads)
         witness = open_witness(chosen.address, [load_private(private.read_bytes()).public_key])
         cosign_log(output, tree, checkpoint, witness, WitnessKey.parse(chosen.key), is_new=is_new)
@@ -127,13 +126,14 @@ def _grown(output: Path, last: str) -> tuple[Sequence[str], MerkleTree]:
         # Behind a line that cannot be read, which an audit names.
         content = read_bounded(output / LOG, MAX_BYTES)
         heads = [hashlib.sha256(line).hexdigest() for line in content.splitlines(keepends=True)]
-    tree = _tree(output)
+    tree = _tree(output, "log")
     tree.follow(heads)
     return heads, tree
 
 
-@lru_cache(maxsize=8)
-def _tree(output: Path) -> MerkleTree:
+@lru_cache(maxsize=16)
+def _tree(output: Path, lock_name: str) -> MerkleTree:
+    """A log's tree, for whoever holds a lock."""
     return MerkleTree()
 
 

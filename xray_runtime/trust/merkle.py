@@ -84,7 +84,7 @@ class MerkleTree:
 
     def tiles(self) -> dict[str, bytes]:
         """Path → content of every tile of this tree; the last one of a level is partial unless it is full."""
-        found = {}
+        found = dict[str, bytes]()
         for level, hashes in enumerate(self._levels[::8]):
             found |= _tiles(str(level), hashes)
         return found
@@ -130,7 +130,7 @@ def entry_tiles(leaves: Sequence[bytes]) -> dict[str, bytes]:
 
 
 def _tiles(level: str, parts: Sequence[bytes]) -> dict[str, bytes]:
-    found = {}
+    found = dict[str, bytes]()
     for start in range(0, len(parts), TILE):
         content = parts[start : start + TILE]
         partial = "" if len(content) == TILE else f".p/{len(content)}"

@@ -29,9 +29,12 @@ from xray_runtime.data.reading.json_values import (
     parse_json,
 )
 from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.pictures import PictureFolder
 from xray_runtime.data.reading.sources import read_records
 from xray_runtime.methods.prepare.body import _read
 from xray_runtime.methods.prepare.config import DataConfig
+
+NO_PICTURES = PictureFolder(Path("pictures"), None)
 
 Row = dict[str, Any]
 
@@ -101,7 +104,7 @@ def read(source: str) -> Any:
     unread = Unread()
     try:
         config = DataConfig(source=source, columns=["answer", "meta", "flags"], context_messages=3)
-        total, rows = _read(config, set(), unread)
+        total, rows = _read(config, set(), unread, NO_PICTURES)
         return total, list(rows), unread.counts()
     except ValueError as error:
         return str(error).replace(source, "").partition(": message")[2]
@@ -185,7 +188,7 @@ def test_types_that_json_has_not_are_refused_where_they_are_used(tmp_path: Path)
     values = {"day": day, "time": datetime.datetime(2026, 1, 2), "cost": decimal.Decimal("1.5"), "bytes": b"x"}
     pq.write_table(pa.Table.from_pylist([{"prompt": "u", **values, "nan": float("nan")}] * 2), tmp_path / "a.parquet")
     source = str(tmp_path / "a.parquet")
-    assert len(list(_read(DataConfig(source=source), set(), Unread())[1])) == 2
+    assert len(list(_read(DataConfig(source=source), set(), Unread(), NO_PICTURES)[1])) == 2
     kinds = {
         "day": "date",
         "time": "datetime",
@@ -195,10 +198,10 @@ def test_types_that_json_has_not_are_refused_where_they_are_used(tmp_path: Path)
     }
     for name, kind in kinds.items():
         with pytest.raises(ValueError, match=rf"a\.parquet row 1: {name} is {kind}"):
-            list(_read(DataConfig(source=source, columns=[name]), set(), Unread())[1])
+            list(_read(DataConfig(source=source, columns=[name]), set(), Unread(), NO_PICTURES)[1])
     pq.write_table(pa.Table.from_pylist([{"prompt": "u", "conversation_id": day}]), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"row 1: conversation_id is date; allowed: text, a whole number"):
-        list(_read(DataConfig(source=str(tmp_path / "b.parquet")), set(), Unread())[1])
+        list(_read(DataConfig(source=str(tmp_path / "b.parquet")), set(), Unread(), NO_PICTURES)[1])
 
 
 def test_arrow_has_json_maps_and_names_that_occur_twice(tmp_path: Path) -> None:

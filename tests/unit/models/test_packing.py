@@ -26,8 +26,8 @@ def alone(lm: Any) -> Tensor:
 def test_without_shared_prompts_every_text_is_a_stem() -> None:
     trees = Trees.of(torch.tensor([3, 1, 2, 1]))
     # The shortest first, so that equal lengths are neighbours: texts 1 and 3, then 2, then 0.
-    assert trees.stems.tolist() == [1, 1, 2, 3]
-    assert trees.branches.tolist() == []
+    assert trees.prefixes.tolist() == [1, 1, 2, 3]
+    assert trees.suffixes.tolist() == []
     assert trees.computed.tolist() == [3, 6, 4, 5, 0, 1, 2]
     assert trees.given.tolist() == [4, 5, 6, 0, 2, 3, 1]
     assert trees.positions.tolist() == [0, 0, 0, 1, 0, 1, 2]

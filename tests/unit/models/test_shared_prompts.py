@@ -30,8 +30,8 @@ from xray_runtime.models.reward_objective import RewardObjective
 def test_trees_by_hand() -> None:
     """Texts a b c, d, a b e, a b f g: the prompt a b of three of them is a stem, d another."""
     trees = Trees.of(torch.tensor([3, 1, 3, 4]), Prompts(torch.tensor([0, 1, 0, 0]), torch.tensor([2, 1, 2, 2])))
-    assert trees.stems.tolist() == [1, 2]
-    assert (trees.branches.tolist(), trees.stem_of.tolist()) == ([1, 1, 2], [1, 1, 1])
+    assert trees.prefixes.tolist() == [1, 2]
+    assert (trees.suffixes.tolist(), trees.prefix_of.tolist()) == ([1, 1, 2], [1, 1, 1])
     # Row: d | a b | c | e | f g.
     assert trees.computed.tolist() == [3, 0, 1, 2, 6, 9, 10]
     assert trees.positions.tolist() == [0, 0, 1, 2, 2, 2, 3]
@@ -59,7 +59,7 @@ def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[in
     assert [row[i] for i in trees.given] == tokens
     assert [place for _, place in row] == trees.positions.tolist()
     assert len(row) == len(set(tokens))
-    assert len(row) == int(trees.stems.sum() + trees.branches.sum())
+    assert len(row) == int(trees.prefixes.sum() + trees.suffixes.sum())
 
 
 @pytest.mark.parametrize(

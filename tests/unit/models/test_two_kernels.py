@@ -81,7 +81,7 @@ def test_two_kernels_are_the_blocks(
     torch.manual_seed(heads * kv_heads)
     prompts = packing.Prompts(torch.tensor(FIRST), torch.tensor(PROMPTS)) if shared else None
     trees = packing.Trees.of(torch.tensor(LENGTHS), prompts)
-    assert len(trees.branches) == 2 * shared
+    assert len(trees.suffixes) == 2 * shared
     row = [torch.randn(1, n, len(trees.computed), 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
     grad = torch.randn(1, len(trees.computed), heads, 8, dtype=torch.float64)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
 import shutil
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from PIL import Image
 from typer.testing import CliRunner
 
 from tests.unit.studio.world import HOSTILE, post, run_at_work, studio
@@ -166,6 +169,21 @@ def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
 def rows(text: str) -> list[tuple[int, int, float]]:
     found = re.findall(r"Iteration (\d+), row (\d+) <small>reward <b>([-+.\d]+)", text)
     return [(int(i), int(r), float(reward)) for i, r, reward in found]
+
+
+def test_pictures_of_prompts_are_shown_and_checked(output: Path) -> None:
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(content, "PNG")
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    files = {"train.arrow": b"", "heldout.arrow": b"", f"pictures/{digest}.png": content.getvalue()}
+    data = Lifecycle.resumed(output).add("drawn", "prepare", files, {})
+    client, path = studio(output), f"/pictures/{digest[:31]}"
+    reply = client.get(path)
+    assert (reply.content, reply.headers["content-type"]) == (content.getvalue(), "image/png")
+    assert client.get("/pictures/" + "0" * 31).status_code == 404
+    assert client.get("/pictures/" + "%2e%2e%2fmanifest.json").status_code == 404
+    (data.path / "pictures" / f"{digest}.png").write_bytes(content.getvalue()[::-1])
+    assert client.get(path).status_code == 422
 
 
 def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:

@@ -14,6 +14,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
 from xray_runtime.trust.audit.mlflow_schema import COMPARED
 from xray_runtime.trust.keys import rotate
 from xray_runtime.trust.log import append
+from xray_runtime.trust.note import LogCheckpoint
 from xray_runtime.trust.signing import read_public, signing_key
 
 Change = Callable[[Path], object]
@@ -383,8 +385,8 @@ FAULTS |= _by_code(
             "several entries removed": lambda output: write_lines(output, lines(output)[:-5]),
             "the end of the log removed": lambda output: (output / END).unlink(),
             "an entry in the place of the end": lambda output: (output / END).write_bytes(lines(output)[-1]),
-            "an end by a stranger": lambda output: (output / END).write_bytes(
-                signed(payload_of((output / END).read_bytes()), new_private_key())
+            "an end by a stranger": lambda output: (output / END).write_text(
+                str(replace(LogCheckpoint.parse((output / END).read_text()), signatures=()).signed(new_private_key()))
             ),
         },
         "log-broken": {

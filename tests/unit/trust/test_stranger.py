@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.unit.trust.commands import bundled, place
 from tests.unit.trust.tampering import flip
@@ -84,6 +88,23 @@ def test_the_model_and_its_history_are_verified(
         assert stranger(script, *arguments).returncode == 1
     flip(model / "model.safetensors")
     assert stranger(*verify).returncode == 1
+
+
+def test_the_bill_of_materials_is_one_that_cyclonedx_validates(unpacked: tuple[Path, Path, WitnessKey]) -> None:
+    text = (unpacked[0] / "bom.cdx.json").read_text()
+    validator = JsonStrictValidator(SchemaVersion.V1_7)
+    assert validator.validate_str(text) is None
+    assert validator.validate_str(text.replace('"machine-learning-model"', '"a model"')) is not None
+    bill = json.loads(text)
+    model = bill["metadata"]["component"]
+    assert model["name"] == "ppo-2"
+    assert {one["name"] for one in model["pedigree"]["ancestors"]} == {"ppo-1", "sft", "reward"}
+    names = {one["bom-ref"]: one["name"] for one in bill["components"]}
+    assert [names[one["ref"]] for one in model["modelCard"]["modelParameters"]["datasets"]] == ["prepare"]
+    metrics = {one["type"]: one["value"] for one in model["modelCard"]["quantitativeAnalysis"]["performanceMetrics"]}
+    assert (metrics["win_rate"], metrics["gold_delta"]) == ("0.6", "0.2")
+    assert f"pkg:pypi/torch@{version('torch')}" in names
+    assert {one["ref"] for one in bill["dependencies"]} >= {model["bom-ref"]}
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {

@@ -83,10 +83,12 @@ def _changes(stage: Replayable, scratch: Path) -> list[str]:
 
 def _run(stage: Replayable, iteration: int | None, scratch: Path, console: Console) -> Replay:
     from xray_runtime.cluster.opening import model_opener
+    from xray_runtime.cluster.pictures import picture_folders
     from xray_runtime.trust.replay import replay as run_replay
 
     logs = scratch / "logs" / stage.node.manifest.stage
-    opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}")
+    pictures = picture_folders(stage.inputs)
+    opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}", pictures)
     # In a run, warnings of libraries go to the stage's log.
     warnings.simplefilter("ignore")
 

@@ -101,7 +101,7 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
             print_indented(console, "  scores  ", ", ".join(scores))
         for source, why in row["failures"].items():
             print_indented(console, "  failed  ", shown(f"{source}: {why}"))
-        for column, title in (("prompt", "prompt"), ("reasoning", "thinks"), ("reply", "reply")):
+        for column, title in (("drawn", "drawn"), ("prompt", "prompt"), ("reasoning", "thinks"), ("reply", "reply")):
             if column in row:
                 print_indented(console, f"  {title:8}", shown(row[column]))
         console.print()

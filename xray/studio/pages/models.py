@@ -108,7 +108,7 @@ def evaluations(request: Request) -> Response:
 
 def _lost(node: Node) -> list[dict[str, Any]]:
     """Samples of an evaluation whose reply scored lower than the one before, the largest loss first."""
-    found = []
+    found: list[dict[str, Any]] = []
     try:
         for sample in json.loads(read_bounded(node.directory / "samples.json")):
             for judge in ("gold", "reward"):

@@ -7,15 +7,21 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 
 from xray.studio.studio import Link, Pages, page, studio_of
 from xray_runtime.data.ledger import Query, iterations
+from xray_runtime.data.pictures import ENDINGS
+from xray_runtime.data.published_pictures import PublishedPictures
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import find
 from xray_runtime.kernel.store.manifest import LEDGER
@@ -95,7 +101,7 @@ def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
 
 
 def _keep(node: Node, of: tuple[str, ...], make: Callable[[], T]) -> T:
-    """What `make` gives, from before unless the ledger was changed since."""
+    """The value of `make()`, kept until the ledger changes."""
     ledger = sorted((node.directory / LEDGER).glob("*"))
     state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
     key = (node.sha256, state, of)
@@ -115,6 +121,23 @@ def ledgers(request: Request) -> Response:
     nodes = studio_of(request).store().graph.nodes.values()
     found = [(node, len(iterations(node.directory / LEDGER))) for node in nodes]
     return page(request, "ledgers.html", ledgers=[(node, number) for node, number in found if number])
+
+
+@router.get("/pictures/{digest}")
+def picture(request: Request, digest: str) -> Response:
+    """A picture of a dataset's rows, as the dataset has it."""
+    nodes = studio_of(request).store().graph.nodes.values()
+    found = _pictures(tuple((node.directory, node.sha256) for node in nodes if node.is_a(Dataset))).read(digest)
+    if found is None:
+        raise HTTPException(404, "no dataset in the store has this picture")
+    content, ending = found
+    form = next(form for form, own in ENDINGS.items() if own == ending)
+    return Response(content, media_type=f"image/{form.lower()}", headers={"Cache-Control": "private, max-age=3600"})
+
+
+@lru_cache(maxsize=4)
+def _pictures(checkpoints: tuple[tuple[Path, str], ...]) -> PublishedPictures:
+    return PublishedPictures(checkpoints)
 
 
 @router.get("/rollouts/{ref}")

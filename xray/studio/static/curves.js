@@ -111,7 +111,8 @@ if (curves) {
     show();
   };
   const poll = async () => {
-    const found = await load(curves.dataset.run);
+    // A person who reads or zooms a curve keeps it as it is.
+    const found = curves.matches(":hover") ? null : await load(curves.dataset.run);
     if (found && JSON.stringify(found) !== JSON.stringify(own)) { own = found; show(); }
     if (own?.live) setTimeout(poll, POLL_MS);
   };

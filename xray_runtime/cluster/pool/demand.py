@@ -114,10 +114,11 @@ def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) 
         raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only GPU memory can be released")
     if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be released")
+    on_device = runtime.model_copy(update={"device": device})
     for path, part in sections(call.config):
         try:
-            # Again: `parallel: auto` has chosen layouts since the call was recorded.
-            part.check_runtime(runtime, path)
+            # Again: `parallel: auto` has chosen layouts since the call was recorded, and the device is known.
+            part.check_runtime(on_device, path)
             if isinstance(part, EngineConfig):
                 part.check_device(device, path)
         except ValueError as error:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.data.reading.keys import BY_OTHER_NAMES, LEARNED, REFUSED_COLUMNS, Unread, refuse_columns
+from xray_runtime.data.reading.pictures import FoundPicture
 
 Record = dict[str, Any]
 ALWAYS = ("tools", "system", "conversation_id", "label", "reasoning_content", *LEARNED)
@@ -117,6 +118,8 @@ def usual(
             f"{'; '.join(map(str, forms))}; other names can be mapped with rename_columns{_hint(record, replies)}"
         )
     read = {*form.columns, *form.optional}
+    if all(isinstance(one, FoundPicture) for one in record.get("images", [None])):
+        read.add("images")
     refuse_columns(where, record, read)
     if unread is not None:
         unread.add_columns(record.keys() - read - REFUSED_COLUMNS.keys() - set(carried))

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import xxhash
 
 from xray_runtime.data.messages import ASKING, SAME_ROLE, checked_text, read_conversation, read_tools
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pictures import PLACEHOLDER as PICTURE
 from xray_runtime.data.reading.forms import PREFERENCES, Record, usual
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.data.reading.keys import Unread, is_desirable, is_learned, refuse_columns
+from xray_runtime.data.reading.pictures import FoundPicture
 from xray_runtime.kernel.errors import shown
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -41,6 +44,8 @@ def conversation_id(where: object, record: Record) -> str:
     content: Any = record.get("messages", record.get("prompt", record.get("chosen")))
     if isinstance(content, list):
         content = "\x1e".join(map(_identity, content))
+    if "images" in record:
+        content = f"{content}\x1e{record['images']}"
     return xxhash.xxh3_64_hexdigest(str(content).encode("utf-8", "surrogatepass"))
 
 
@@ -168,7 +173,7 @@ def _with_tools(prompt: Messages, tools: list[Record]) -> Messages:
 def _conversation(where: object, column: str, record: Record, unread: Unread) -> tuple[Messages, Learned]:
     """(messages of a column after the record's `system`, whether each is to be learned)."""
     messages, learned = read_conversation(where, column, record[column], unread)
-    _refuse_placeholders(where, column, messages)
+    messages = _with_pictures(where, column, messages, record)
     if column != "completion" and record.get("reasoning_content"):
         raise ValueError(
             f"{where}: reasoning_content is a column beside {column}, a list of messages: make it a key of the "
@@ -194,8 +199,7 @@ def _prompt(where: object, record: Record, unread: Unread) -> Messages:
     value = record["prompt"]
     if isinstance(value, str) and not TRANSCRIPT.match(value):
         messages = [{"role": "user", "content": checked_text(where, "prompt", value)}]
-        _refuse_placeholders(where, "prompt", messages)
-        return _system(where, record) + messages
+        return _system(where, record) + _with_pictures(where, "prompt", messages, record)
     if isinstance(value, str):
         messages = _transcript(where, "prompt", value)
         if messages[-1]["role"] == "assistant" and not messages[-1]["content"].strip():
@@ -281,17 +285,38 @@ def _ends_with_answer(messages: Messages) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and _is_asked(messages[:-1])
 
 
+def _with_pictures(where: object, column: str, messages: Messages, record: Record) -> Messages:
+    """The messages with the pictures of the column `images`, one for each placeholder. Raises ValueError: their numbers
+    differ."""
+    pictures: list[FoundPicture] | None = record.get("images")
+    if pictures is None:
+        _refuse_placeholders(where, column, messages)
+        return messages
+    if any(message.get("pictures") for message in messages):
+        raise ValueError(f"{where}: it has pictures in images and in {column}; allowed: one of the two")
+    counts = [message["content"].count(PICTURE) if message["role"] == "user" else 0 for message in messages]
+    if sum(counts) != len(pictures):
+        raise ValueError(
+            f"{where}: {column} has {sum(counts)} placeholders {PICTURE}, and images has {len(pictures)} pictures"
+        )
+    remaining = iter(picture.entry for picture in pictures)
+    return [
+        message | ({"pictures": list(islice(remaining, count))} if count else {})
+        for message, count in zip(messages, counts, strict=True)
+    ]
+
+
 def _refuse_placeholders(where: object, column: str, messages: Messages) -> None:
     """Raises ValueError if a user's message begins with the placeholder of a picture, or its last line is one.
 
     A text that only mentions `<image>`, or has a closing tag, is a text."""
     for number, message in enumerate(messages, start=1):
         text = message["content"]
-        if message["role"] != "user" or "<" not in text:
+        if message["role"] != "user" or "<" not in text or message.get("pictures"):
             continue
         match = PLACEHOLDER.match(text) or PLACEHOLDER.fullmatch(text.rstrip().rpartition("\n")[2])
         if match and f"</{match[2]}>" not in text:
             raise ValueError(
                 f"{where}: message {number} of {column} has the placeholder {shown(match[0].strip())} of a picture, "
-                "sound or video, which are not read; remove such rows"
+                "sound or video, which the row does not have; sounds and videos are not read"
             )

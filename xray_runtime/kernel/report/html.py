@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
@@ -40,6 +40,7 @@ def write_report(
     config_yaml: str,
     evaluations: SideBySide | None = None,
     read: Read = read_file,
+    pictured: Callable[[str], Markup] = escape,
 ) -> dict[Path, str]:
     """Write the report of a completed lifecycle; returns path → sha256 of it, and of the curves that were drawn.
 
@@ -49,6 +50,7 @@ def write_report(
         samples: prompt, replies before and after, and their scores.
         config_yaml: the resolved config.
         evaluations: all results of the policies.
+        pictured: a text, escaped, with the pictures in it.
         read: reads a record of a stage; the report is signed, so a run reads only what the log has (`read_logged`).
     """
     written: dict[Path, str] = {}
@@ -64,6 +66,7 @@ def write_report(
         figures=[(name, panels) for name, panels in drawn if panels],
         rollouts=[(record.name, table) for record in records if (table := _rollouts(record, read))],
         samples=samples,
+        pictured=pictured,
         config=config_yaml,
         measures=measures(evaluations) if evaluations is not None else [],
     )

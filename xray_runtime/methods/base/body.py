@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xray_runtime.kernel.store.location import locate
 from xray_runtime.methods.base.generator_trial import check_sampled
-from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens
+from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens, unloadable
+from xray_runtime.models.picture_trial import check_pictures
+from xray_runtime.models.pictures import copy_processor
 from xray_runtime.models.source_checks import ForeignModelError, check_vocabulary
 from xray_runtime.models.trial import OtherModelError, check_computed
 
@@ -37,6 +41,10 @@ def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     except ValueError as error:
         raise ValueError(f"{field}: {model!r} cannot be used: {error}") from error
     save_model(lm, tokenizer, out, stops, files)
+    try:
+        copy_processor(locate(model)[0], out)
+    except (OSError, ValueError) as error:
+        raise unloadable(field, model, error) from error
     recorder.progress(1, STEPS, "steps", "trying it")
     try:
         check_vocabulary(lm, tokenizer, stops)
@@ -63,6 +71,8 @@ def check_written(out: Path, loaded: Any) -> None:
             name = min([*changed, *written.keys() - expected.keys()])
             raise OtherModelError(f"is not what transformers reads again after it was saved ({name} differs)")
     check_computed(found)
+    with TemporaryDirectory() as scratch:
+        check_pictures(found, out, Path(scratch))
 
 
 def report_size(recorder: Recorder, num_parameters: int, vocabulary: int) -> None:

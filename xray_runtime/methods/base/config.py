@@ -10,5 +10,6 @@ class HubBase(HubModel):
     """All fields of the stage kind `base`."""
 
     generator: GeneratorConfig | None = None
-    """The engine that samples later; vLLM is tried here on a family that it was not tried on before, so that nothing is
-    trained that it cannot sample from. None: no trial."""
+    """The engine that samples later; it is tried here on a family that was not tried before, also with other weights,
+    in a copy of the files that is then removed, so that nothing is trained that it cannot sample from. None: no
+    trial."""

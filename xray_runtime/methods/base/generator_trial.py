@@ -23,7 +23,8 @@ from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.models.causal_lm import copy_model, load_model, max_positions
 from xray_runtime.models.family import family_of
-from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
+from xray_runtime.models.published_check import tried_ids
+from xray_runtime.models.trial import own_logprobs
 from xray_runtime.models.weight_files import overwrite, tensors
 
 if TYPE_CHECKING:
@@ -42,23 +43,24 @@ PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
 
 
 def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
-    """Sample from the model in `out` with a generator that has its own models, then from the same model with other
-    weights, as an update brings them, and compare log-probabilities with transformers', unless the generator is known
-    to compute this family.
+    """Sample from the model in `out` with the generator, then from the same model with other weights, as an update
+    brings them, and compare log-probabilities with transformers', unless the generator is known to compute this family.
 
     Raises:
         ValueError: the generator refuses the model, or computes another one, or keeps weights that it should replace;
             one line.
     """
     generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
-    if generator is None or not generator.capabilities.own_models:
+    if generator is None:
         return
-    if generator.engine in family_of(content["model_type"]).tried:
+    tried = family_of(content["model_type"]).tried
+    # Generators that run transformers' model pad its prompts, which attention ignores: tried families have no more.
+    if generator.engine in tried or (tried and not generator.capabilities.own_models):
         return
     refused = f"{stage.name}.generator: {generator.engine} is not allowed for {stage.config.model!r}"
-    others = [repr(name) for name in GENERATORS if name not in able(GENERATORS, "own_models")]
+    others = [repr(e) for e in GENERATORS if e not in (generator.engine, *able(GENERATORS, "own_models"))]
     remedy = f"set generator.engine to {' or '.join(others)}"
-    prompts = [row.tolist() for row in tried_rows(int(content["vocab_size"]))[0].split(list(LENGTHS))]
+    prompts = tried_ids(out)
     sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
     spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
     updated = out / UPDATED

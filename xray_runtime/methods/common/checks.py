@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar, cast
 
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.methods.best_of_n.config import GroupsConfig
 from xray_runtime.methods.common.environment import AgentConfig, environment_of
@@ -63,6 +64,10 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> 
 
 def check_terms(config: JudgingConfig, inputs: Mapping[str, Handle], where: str = "rewards") -> None:
     data = dataset_config(inputs)
+    generator = getattr(config, "generator", None)
+    if data is not None and data.pictures is not None and isinstance(generator, GeneratorConfig):
+        # Pictures that are no paths are found as the stage begins.
+        generator.require("pictures", f"data.pictures = {data.pictures!r}", "generator")
     is_agent = isinstance(environment_of(config), AgentConfig)
     # Validations and evaluations sample one reply per prompt.
     replies = config.replies_per_prompt if where == "rewards" else 1

@@ -53,6 +53,7 @@ from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.methods.ppo.models import is_own_reference, model_specs
 from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
+from xray_runtime.methods.ppo.routing import check_family
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -172,6 +173,8 @@ class _Loop:
 @contextmanager
 def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> Iterator[_Loop]:
     config, dataset, policy = stage.config, stage.inputs.prompts.path, stage.inputs.policy.path
+    if config.routing == "replay":
+        check_family(policy)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
     prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
@@ -183,7 +186,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     moments, skipped = RunningMoments(), SkippedSteps()
     monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
     stop, padding = tuple(config.stop), tokenizer.pad_token_id
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
+    routes = config.routing == "replay"
+    sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop, routes=routes)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
     specs = model_specs(stage, rewards, functions, limit)

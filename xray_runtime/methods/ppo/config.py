@@ -28,6 +28,7 @@ from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_o
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
+from xray_runtime.methods.ppo.routing import RoutingName, check_routing, check_routing_device
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
@@ -153,6 +154,10 @@ class PPOStageConfig(TrainingConfig):
     moments; `none`: do not scale."""
     reward_clip: Positive | None = 5.0
     """Bound on the absolute scaled reward; None: off."""
+    routing: RoutingName = "own"
+    """The experts of a mixture in the policy's passes. `own`: its routers choose. `replay`: those that the generator
+    chose for the same tokens, weighted by the policy's routers, in old log-probabilities and updates alike (R3, Ma et
+    al. 2025); the ledger keeps them with the generator's weights. Reference and critic choose their own."""
     critic: Literal["shared", "separate"] | None = None
     """`shared`: a value head on the policy's trunk (as in trlX); `separate`: a second model, initialized from the SFT
     model. None: `shared` with `advantages: gae`, else no critic."""
@@ -304,11 +309,13 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     @model_validator(mode="after")
     def _generator_and_scorers_fit(self) -> Self:
         check_served(self.adapter_sync, self.lora, self.generator)
+        check_routing(self.routing, self.engine, self.generator, self.environment, self.trainable_layers)
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
         return self
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         super().check_runtime(runtime, path)
+        check_routing_device(self.routing, self.generator, runtime)
         check_transfer(self.adapter_sync, self.lora, self.generator, runtime)
 
     @property

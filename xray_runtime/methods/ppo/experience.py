@@ -102,7 +102,7 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **rollout.pick("response_mask", "branches"),
+        **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
@@ -113,10 +113,15 @@ def build_experience(
 
 
 def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """`importance_weights`, with `own_routes`, the mean difference if a trainer that replays routes chose its own."""
     mode, level = config.importance_correction, config.importance_level
     bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
     logprobs, sampled = _dense(scores.logprobs), _dense(rollout.rollout_logprobs)
-    return importance_weights(logprobs, sampled, mask, mode=mode, level=level, **bounds)
+    weights, mismatch = importance_weights(logprobs, sampled, mask, mode=mode, level=level, **bounds)
+    if "own_route_logprobs" in scores:
+        own = _dense(scores.own_route_logprobs) - sampled
+        mismatch["own_routes"] = float(masked_mean(own.abs(), mask))
+    return weights, mismatch
 
 
 def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[str, Tensor]:
@@ -199,9 +204,10 @@ def _kl_metrics(kl: dict[str, float]) -> dict[str, float]:
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:
-    """Metrics of the second result of `importance_weights`. Raises as `check_mismatch`."""
+    """Metrics of the second result of `_weights`. Raises as `check_mismatch`."""
     check_mismatch(mismatch["mean_abs_diff"], limit)
-    return {
+    own = {"rollout/mismatch_own_routes": mismatch["own_routes"]} if "own_routes" in mismatch else {}
+    return own | {
         "rollout/mismatch": mismatch["mean_abs_diff"],
         "rollout/mismatch_max": mismatch["max_abs_diff"],
         "rollout/effective_sample_share": mismatch["effective_sample_share"],

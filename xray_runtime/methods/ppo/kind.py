@@ -17,6 +17,7 @@ from xray_runtime.methods.common.checks import (
 from xray_runtime.methods.common.findings import policy_findings
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.roles import ppo_models
+from xray_runtime.methods.ppo.routing import check_routed_policy
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def check_ppo(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
     if config.judges and config.validation is None:
         raise ValueError("judges: are not allowed without validation: they would not be used")
     check_validation(config, inputs["prompts"])
+    check_routed_policy(config.routing, inputs["policy"])
 
 
 PPO = register(

@@ -1,4 +1,4 @@
-"""What a stage keeps of its training rollouts."""
+"""The parts of its training rollouts that a stage keeps."""
 
 from __future__ import annotations
 

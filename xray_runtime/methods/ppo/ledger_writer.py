@@ -21,11 +21,13 @@ from xray_runtime.data.ledger import (
     FAILURE,
     GOLD,
     NUMBERS,
+    ROUTES,
     SCORE,
     TOKENS,
     LedgerShard,
     iterations,
     lists,
+    lists_of_lists,
     read_shard,
     readable,
     shard_path,
@@ -133,6 +135,7 @@ class Ledger:
                 **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
                 "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
                 **_turns(rollout),
+                **_routes(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -149,10 +152,10 @@ class Ledger:
             # A reason may quote a reply.
             if name == ANSWERS or name.startswith(FAILURE):
                 continue
-            if name not in (*TOKENS, *NUMBERS):
+            if name not in (*TOKENS, *NUMBERS, *ROUTES):
                 columns[name] = table[name].combine_chunks()
                 continue
-            rows = [np.asarray(row.values) for row in table[name]]
+            rows = [np.asarray(row.values.flatten() if name in ROUTES else row.values) for row in table[name]]
             stem = name.removesuffix("_ids")
             digests = (hashlib.sha256((self._salt or b"") + name.encode() + row.tobytes()) for row in rows)
             columns[f"{stem}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
@@ -211,6 +214,12 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
         "response_mask": lists(rollout.response_mask, pa.bool_()),
         "turn_rewards": lists(rollout.turn_rewards, pa.float32()),
     }
+
+
+def _routes(rollout: Rollout) -> dict[str, pa.Array]:
+    """The columns that only rollouts with routes have, a token's experts of all layers in one list."""
+    found = rollout.pick(*ROUTES).items()
+    return {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
 
 
 def _or_null(values: torch.Tensor) -> pa.Array:

@@ -195,7 +195,8 @@ class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
     `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role. Rows whose last token was added for reward models alone say so in
+    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`. Rows whose last
+    token was added for reward models alone say so in
     `added_ends` [B].
     """
 
@@ -220,6 +221,10 @@ class PPOObjective(Objective[PolicyForward]):
         hidden = last_hidden(module, rows)
         logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
+        if "route_ids" in rows:
+            own = last_hidden(module, rows.with_columns(route_ids=None))
+            own_logprobs, _ = response_logprobs(module, own, rows, self.config.temperature)
+            scores = scores.with_columns(own_route_logprobs=of_responses(own_logprobs, rows))
         by_role: Tensors = {}
         for branch in module.branches:
             seen = rows if branch.scalar is None else judged
@@ -234,7 +239,8 @@ class PPOObjective(Objective[PolicyForward]):
 
 @dataclass(frozen=True)
 class CriticObjective(Objective[PolicyForward]):
-    """A critic of its own: the value of the state before each response token, and of the state after the last."""
+    """A critic of its own: the value of the state before each response token, and of the state after the last. It
+    chooses its own experts."""
 
     config: PPOStageConfig
 
@@ -242,7 +248,7 @@ class CriticObjective(Objective[PolicyForward]):
         return (ValueRegression(self.config),)
 
     def forward(self, module: HeadedLM, rows: Texts) -> PolicyForward:
-        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows), self.config)
+        return PolicyForward(module, cast("PolicyBatch[Tensor]", rows.with_columns(route_ids=None)), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         return _values(module, last_hidden(module, rows), rows)

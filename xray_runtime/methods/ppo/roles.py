@@ -16,7 +16,13 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
     steps: dict[str, Any] = {"batch_size": config.minibatch_size, "epochs": config.epochs, **facts}
     # With a frozen trunk, the reference is a branch of the policy, and with adapters the policy without them.
     models = {
-        "generator": sampled(config.generator, "policy", kept_rollouts=_kept_rollouts(config), **facts),
+        "generator": sampled(
+            config.generator,
+            "policy",
+            kept_rollouts=_kept_rollouts(config),
+            keeps_routes=config.routing == "replay" and config.ledger.tokens == "kept",
+            **facts,
+        ),
         "policy": trained(config, "policy", branches=0 if whole else 1, **steps),
     }
     if whole:

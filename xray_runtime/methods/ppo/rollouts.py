@@ -146,7 +146,8 @@ class Rollouts:
         with turn or nullcontext():
             replies = self._generate(Drawn(prompts), sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
-        scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
+        rows = TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)
+        scores = get(policy.score.remote(rows.with_columns(**replies.pick("route_ids"))))
         mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
         check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
         return mismatch

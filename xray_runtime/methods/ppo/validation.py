@@ -8,6 +8,7 @@ last     the last version is scored too; `keep: best` publishes the best version
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ class Validation:
         max_prompt: int,
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
-        self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
+        self._tokenizer, self._sampling, self._stops = tokenizer, replace(sampling, routes=False), stops
         self.best = BestVersion(directory, self._config)
         self.room = 0
         """Tokens of its longest prompt; see `UniquePrompts.room`."""

@@ -28,9 +28,11 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
+from xray_runtime.data.pictures import FOLDER
 from xray_runtime.data.reading.forms import renamed, usual
 from xray_runtime.data.reading.json_values import check_json
 from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.pictures import PictureFolder, keep_pictures_of
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, left_out, prompt_and_replies
 from xray_runtime.data.reading.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
@@ -80,6 +82,8 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     config, unread = stage.config, Unread()
     with DroppedRows(out) as left_out:
         counts = _write_sides(stage, out, recorder, left_out, unread)
+    if kept := keep_pictures_of(out / FOLDER, (out / side for side in (TRAIN, HELDOUT, VALIDATION))):
+        counts["pictures"] = kept
     counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if config.validation_fraction and not counts["validation_pairs"]:
         raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
@@ -114,7 +118,7 @@ def _write_sides(
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
-    total, source = _read(config, absent, unread)
+    total, source = _read(config, absent, unread, PictureFolder(out / FOLDER, config.pictures))
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
@@ -198,16 +202,17 @@ def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
 
 
 def _read(
-    config: DataConfig, absent: set[str], unread: Unread
+    config: DataConfig, absent: set[str], unread: Unread, pictures: PictureFolder
 ) -> tuple[int, Iterator[tuple[int, NumberedConversation]]]:
     """(number of conversations or records, (number of its source, conversation) for each, in order).
 
     Removes columns that occur from `absent`.
     """
     if not config.sources:
-        total, rows = _read_one("data", config, config, absent, unread)
+        total, rows = _read_one("data", config, config, absent, unread, pictures)
         return total, ((0, one) for one in rows)
-    read = [_read_one(f"data.sources.{n}", one, config, absent, unread) for n, one in enumerate(config.sources)]
+    given = config, absent, unread, pictures
+    read = [_read_one(f"data.sources.{n}", one, *given) for n, one in enumerate(config.sources)]
     return sum(total for total, _ in read), mixed(config.sources, [rows for _, rows in read])
 
 
@@ -236,7 +241,12 @@ def mixed(sources: Sequence[MixedSource], rows: Sequence[Iterator[T]]) -> Iterat
 
 
 def _read_one(
-    field: str, part: DataConfig | MixedSource, config: DataConfig, absent: set[str], unread: Unread
+    field: str,
+    part: DataConfig | MixedSource,
+    config: DataConfig,
+    absent: set[str],
+    unread: Unread,
+    pictures: PictureFolder,
 ) -> tuple[int, Iterator[NumberedConversation]]:
     if part.source == CHITCHAT:
         conversations = chitchat_conversations()
@@ -251,7 +261,7 @@ def _read_one(
         for where, given in records:
             record = renamed(f"{field}.rename_columns", where, given, names, unseen)
             try:
-                one = _conversation(where, record, config, unread)
+                one = _conversation(where, pictures.found(where, record), config, unread)
             except ValueError as error:
                 raise ValueError(f"{error}{_unseen(field, unseen)}") from error
             absent.difference_update(record)

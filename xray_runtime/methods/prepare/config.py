@@ -43,6 +43,8 @@ class DataConfig(Section):
     """Name of a column in `source` → the name that X-ray reads: `{question: prompt}`."""
     columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] = Field(default_factory=list)
     """Further columns to keep: ground truth for rewards, such as `answer`."""
+    pictures: Source | None = None
+    """The folder of pictures that rows name by a path in it. Rows with pictures as bytes or data URLs need none."""
     sources: list[MixedSource] = Field(default_factory=list)
     """Several sources by weight, instead of `source`."""
     curriculum: Annotated[str, Field(min_length=1)] | None = None

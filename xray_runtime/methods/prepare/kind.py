@@ -11,7 +11,8 @@ from xray_runtime.methods.prepare.config import DataConfig
 def _data_read(config: DataConfig) -> dict[str, str]:
     mixed = {f"sources.{number}.source": part.source for number, part in enumerate(config.sources)}
     withdrawn = {"withdrawn": config.withdrawn} if config.withdrawn is not None else {}
-    return (mixed or {"source": config.source}) | withdrawn
+    pictures = {"pictures": config.pictures} if config.pictures is not None else {}
+    return (mixed or {"source": config.source}) | withdrawn | pictures
 
 
 PREPARE = register(

@@ -1,12 +1,12 @@
 """Routers of mixtures of experts: the loss by which they shall use all experts alike (Fedus et al. 2021, eq. 4 to 6),
-and how they do."""
+how they do, and which experts they choose."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xray_runtime.models.family import Auxiliary, HFConfig
+from xray_runtime.models.family import Auxiliary, HFConfig, Routing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,3 +54,24 @@ def _coefficient(config: HFConfig) -> float:
 
 
 BALANCE = Auxiliary("output_router_logits", "router_logits", load_balancing, _coefficient, router_statistics)
+
+
+def _chosen(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    _, weights, ids = output
+    return ids, weights
+
+
+def _forced(router: Any, output: tuple[Tensor, Tensor, Tensor], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of a router, for other experts: their probabilities among all, or, as the model has it, among them."""
+    import torch
+
+    logits, weights, own = output
+    chosen = torch.where(ids < 0, own, ids)
+    found = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        found = found / found.sum(-1, keepdim=True)
+    return logits, found.to(weights.dtype), chosen
+
+
+SOFTMAX = Routing(_chosen, _forced)
+"""Routers whose output is (logits, weights, ids), and whose weights are a softmax over all experts in float32."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from xray_runtime.models.families._mixture import BALANCE
+from xray_runtime.models.families._mixture import BALANCE, SOFTMAX
 from xray_runtime.models.family import Family
 
-FAMILY = Family(model_types=("qwen2_moe",), packs=True, routers=("gate",), auxiliary=BALANCE, tried=("vllm",))
+FAMILY = Family(
+    model_types=("qwen2_moe",), packs=True, routers=("gate",), auxiliary=BALANCE, routing=SOFTMAX, tried=("vllm",)
+)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from xray_runtime.ops.planner.cost import trained_parameters
 from xray_runtime.ops.planner.layout import Layout
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES
-from xray_runtime.ops.planner.workload import Workload
+from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 SNAPSHOT_BYTES = 12
 """Per trained parameter: weight and AdamW's two moments in float32."""
 LEDGER_BYTES = 24
 """Per token of a kept rollout, compressed: ids, log-probabilities, advantages, weights and the text."""
+
+ROUTE_BYTES = 5
+"""Per expert of such a token, where routes are kept: its id and weight."""
 
 
 def disk_bytes(workload: Workload) -> dict[str, int]:
@@ -20,10 +23,16 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     `ledger` has the rollouts that the config keeps.
     """
     trained = workload.of_use("trained")
-    kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
+    sampled = workload.of_use("sampled")
+    token_bytes = sum(role.kept_rollouts * (LEDGER_BYTES + _route_bytes(role)) for role in sampled)
     sizes = {
         "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
         "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
-        "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
+        "ledger": token_bytes * workload.rollout_size * workload.sequence_tokens,
     }
     return {what: size for what, size in sizes.items() if size}
+
+
+def _route_bytes(role: PlannedRole) -> int:
+    experts = role.shape.experts if role.keeps_routes else None
+    return 0 if experts is None else ROUTE_BYTES * experts.chosen * experts.num_layers

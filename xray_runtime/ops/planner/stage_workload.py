@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.machine import GIB
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.engines.roles import ModelRole, all_models, models_of
+from xray_runtime.engines.roles import ModelRole, all_models, models_of, shape_input
 from xray_runtime.kernel.config.section import sections
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.methods.prepare.config import PROMPT_TOKENS
@@ -126,6 +126,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, compute
         epochs=role.epochs,
         sequences_per_row=role.sequences_per_row,
         kept_rollouts=role.kept_rollouts,
+        keeps_routes=role.keeps_routes,
     )
 
 
@@ -164,21 +165,12 @@ def base_of(call: Call, name: str | None, where: str) -> tuple[FreshBase | str, 
                     f"{where}: {handle.name!r} cannot be planned: must be a checkpoint's directory with a config.json"
                 )
             return str(directory), where
-        call, name = handle.call, _shape_input(handle.call)
+        call, name = handle.call, shape_input(handle.call)
     base = call.kind.base_model(call.config)
     if base is None:
         raise ConfigError(f"{where}: cannot be planned: {call.name!r} has no input model with a known shape")
     assert isinstance(base, FreshBase | str)
     return base, f"{call.name}.model"
-
-
-def _shape_input(call: Call) -> str | None:
-    """The input that has the shape of a stage's output; None if it is the kind's own base model."""
-    if call.kind.base_model(call.config) is not None:
-        return None
-    trained = (role.shape for role in models_of(call).values() if role.use == "trained")
-    models = (name for name, handle in call.parents.items() if handle.call is None or handle.output.is_model)
-    return next(trained, None) or next(models, None)
 
 
 def _is_branch(call: StageCall, role: ModelRole, declared: dict[str, ModelRole]) -> bool:

@@ -56,6 +56,7 @@ class PlannedRole:
     epochs: int = 1
     sequences_per_row: int = 1
     kept_rollouts: int = 0
+    keeps_routes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from xray_runtime.rewards.term import SourceRoute
 
 PRESETS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
 
+MIXTURE = "base: {kind: fresh, num_experts: 4, num_heads: 4, num_kv_heads: 4, hidden_size: 128}"
 REFUSED = [
     # unknown fields
     "stepps: 3",
@@ -138,6 +139,14 @@ REFUSED = [
     "{generator: {engine: deepspeed}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
     "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
+    "ppo: {stages: [{routing: replay}]}",
+    "ppo: {stages: [{routing: recorded}]}",
+    f"{{ppo: {{stages: [{{routing: replay}}]}}, generator: {{engine: deepspeed}}, {MIXTURE}}}",
+    f"{{ppo: {{stages: [{{routing: replay}}]}}, runtime: {{device: cuda}}, {MIXTURE}}}",
+    f"{{ppo: {{stages: [{{routing: replay, trainable_layers: 1}}]}}, {MIXTURE}}}",
+    f"{{ppo: {{stages: [{{routing: replay, engine: {{library: megatron}}}}]}}, {MIXTURE}}}",
+    f"{{ppo: {{stages: [{{routing: replay, engine: {{tensor_parallel: 2, num_workhorses: 2}}}}]}}, {MIXTURE}}}",
+    f"{{ppo: {{stages: [{{routing: replay, environment: {{path: 'game:Game'}}}}]}}, {MIXTURE}}}",
     "reward: {batch_size: 1, engine: {num_workhorses: 2}}",
     "ppo: {stages: [{minibatch_size: 48}]}",
     "ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}",

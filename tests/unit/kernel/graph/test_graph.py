@@ -174,3 +174,11 @@ def test_a_shortened_graph_has_the_same_stages() -> None:
 
 def test_a_graph_has_a_runtime() -> None:
     assert Graph().runtime == RuntimeConfig()
+
+
+def test_pictures_need_a_generator_that_reads_them(graph: Graph) -> None:
+    data, base, kind = parts(pictures="drawn")
+    line = "data.pictures = 'drawn' is not supported with generator.engine = 'vllm' (transformers can)"
+    assert refused(lambda: xray.ppo(base, prompts=data, rewards=[kind])) == f"ppo: {line}"
+    assert refused(lambda: xray.evaluate(base, base, data)) == f"evaluate: {line}"
+    xray.ppo(base, prompts=data, rewards=[kind], generator={"engine": "transformers"})

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -14,8 +13,8 @@ import pytest
 from pydantic import Field
 
 import xray
+from tests.unit.kernel.graph.calls import refused
 from xray_runtime.kernel.config.section import Section
-from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph import artifacts, kind as kinds_module, kinds as shipped_kinds
 from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, Model, RewardModel
 from xray_runtime.kernel.graph.graph import recording
@@ -53,13 +52,6 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def body(stage: Any, out: Path, recorder: Any) -> int:
     return 0
-
-
-def refused(act: Callable[[], Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        act()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_decorated_body_is_a_kind() -> None:

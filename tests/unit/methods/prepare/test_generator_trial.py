@@ -132,13 +132,20 @@ def test_errors_that_say_nothing_about_the_model_pass(out: Path, error: Exceptio
         trial(out, opening(error=error))
 
 
-def test_known_families_and_other_engines_cost_nothing(out: Path) -> None:
+def test_transformers_generator_is_tried_on_an_unknown_family(out: Path) -> None:
+    """Its padding changes the states of some models (RecurrentGemma)."""
+    trial(out, opening(1e-6), engine="transformers")
+    with pytest.raises(ValueError, match=r"transformers is not allowed .*0\.02 nats .*engine to 'deepspeed'$"):
+        trial(out, opening(0.02), engine="transformers")
+
+
+def test_known_families_cost_nothing(out: Path) -> None:
     def never(specs: Any) -> Any:
         pytest.fail("opened")
 
-    trial(out, never, engine="transformers")
     content = json.loads((out / "config.json").read_text())
     for family in ("llama", "qwen3_moe"):
         assert "vllm" in family_of(family).tried
         (out / "config.json").write_text(json.dumps(content | {"model_type": family}))
         trial(out, never)
+        trial(out, never, engine="transformers")

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from xray_runtime.engines.generators.transformers.sampler import sample
+from xray_runtime.engines.generators.transformers.sampler import prepared, sample
 from xray_runtime.engines.process_group import join
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
@@ -30,8 +29,7 @@ class DeepSpeedSampler(Sampler):
         if rank.world_size > 1:
             join(rank.rank, rank.world_size, rank.host, rank.port, torch.device(rank.device))
             join_group(rank.device)
-        lm: Any = load_model(directory)
-        lm.generation_config = transformers.GenerationConfig()
+        lm: Any = prepared(load_model(directory))
         self._tied = bool(lm.config.tie_word_embeddings)
         self._engine = deepspeed.init_inference(
             lm,

@@ -26,7 +26,9 @@ class Transformers(Generator):
     """See `Generator`."""
 
     config = TransformersConfig
-    capabilities = GeneratorCapabilities(adapters=True, adapter_rank=1024, dora=True)
+    capabilities = GeneratorCapabilities(
+        adapters=True, adapter_rank=1024, dora=True, routes=("cpu", "cuda"), pictures=True
+    )
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
         from xray_runtime.engines.generators.transformers import sampler  # noqa: F401

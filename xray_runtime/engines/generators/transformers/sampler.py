@@ -14,8 +14,11 @@ from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.family import family_of
 from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.pictures import PictureReader, read_one_by_one
 from xray_runtime.models.published_names import PublishedNames
+from xray_runtime.models.routing import RecordedRoutes, recorded_routes
 
 ROWS = 32
 WIDTH_STEP = 32
@@ -27,17 +30,41 @@ class TransformersSampler(Sampler):
     """One model under `generate`, or one with an adapter that each update replaces."""
 
     def __init__(self, directory: Path, rank: EngineRank, adapter: LoRAConfig | None = None) -> None:
-        self._lm: Any = load_model(directory).to(rank.device).eval()
+        self._lm: Any = prepared(load_model(directory)).to(rank.device).eval()
         self._adapters = None
         if adapter is not None:
             self._adapters = Adapters(self._lm, adapter, directory, seed=0)
             self._adapters.load({})
-        # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
-        self._lm.generation_config = transformers.GenerationConfig()
         self._names = PublishedNames(self._lm)
+        self._pictures: PictureReader | None = None
+
+    def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
+        self._pictures = PictureReader(self._lm, checkpoint, folders)
+        read_one_by_one(self._lm)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
-        return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
+        generate = self._lm.generate if self._pictures is None else self._generate
+        given = generate, self._lm.device, prompts, seeds, sampling
+        if not sampling.routes:
+            return sample(*given)
+        with recorded_routes(self._lm, family_of(self._lm.config.model_type)) as recorded:
+            return sample(*given, recorded)
+
+    def _generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> Any:
+        """transformers' `generate`, of prompts with or without pictures."""
+        assert self._pictures is not None
+        # It would place a batch of texts behind the pictures of the one before.
+        self._lm.model.rope_deltas = None
+        is_picture, device = input_ids < 0, input_ids.device
+        if bool(is_picture.any()):
+            digests = self._pictures.in_rows(input_ids.tolist())
+            options |= {
+                "pixel_values": self._pictures.pixels(digests).to(device),
+                "image_grid_thw": self._pictures.grids(digests).to(device),
+                "mm_token_type_ids": is_picture.int(),
+            }
+            input_ids = self._pictures.as_tokens(input_ids)
+        return self._lm.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
 
     def write(self, tensors: Tensors, version: int) -> None:
         if self._adapters is not None:
@@ -45,6 +72,17 @@ class TransformersSampler(Sampler):
             return
         for name, tensor in tensors:
             self._names.write(name, tensor)
+
+
+def prepared(lm: Any) -> Any:
+    """`lm`, to sample from."""
+    # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
+    lm.generation_config = transformers.GenerationConfig()
+    auxiliary = family_of(lm.config.model_type).auxiliary
+    if auxiliary is not None:
+        # The loss is not read here, and transformers fails to compute it with cached tokens.
+        setattr(lm.config, auxiliary.option, False)
+    return lm
 
 
 class SeededSampling(transformers.LogitsProcessor):
@@ -56,7 +94,7 @@ class SeededSampling(transformers.LogitsProcessor):
 
     def __init__(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
-        self._sampling, self._seen = sampling, [torch.tensor(prompt, device=device) for prompt in prompts]
+        self._sampling, self._seen = sampling, [_tokens(prompt, device) for prompt in prompts]
         self._limits = transformers.LogitsProcessorList()
         # In vLLM's order.
         if sampling.min_p:
@@ -89,6 +127,11 @@ class SeededSampling(transformers.LogitsProcessor):
         return torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
+def _tokens(prompt: list[int], device: torch.device) -> torch.Tensor:
+    """A prompt without its pictures."""
+    return torch.tensor([number for number in prompt if number >= 0], device=device)
+
+
 def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
     """The tokens of one reply as they are sampled, including the end token."""
     sampler = SeededSampling([prompt], [seed], sampling, lm.device)
@@ -105,9 +148,14 @@ def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterato
 
 
 def sample(
-    generate: Callable[..., Any], device: torch.device, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+    generate: Callable[..., Any],
+    device: torch.device,
+    prompts: list[list[int]],
+    seeds: list[int],
+    sampling: Sampling,
+    recorded: RecordedRoutes | None = None,
 ) -> list[Reply]:
-    """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
+    """Replies by a `generate` of transformers' form, in batches of fixed shapes, with `recorded` routes."""
     widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]
     replies: dict[int, Reply] = {}
     for width in sorted(set(widths)):
@@ -116,8 +164,8 @@ def sample(
             rows = alike[start : start + ROWS]
             # The batch is filled with its first prompt; those replies are dropped.
             filled = rows + rows[:1] * (ROWS - len(rows))
-            batch = _batch(generate, device, [prompts[r] for r in filled], [seeds[r] for r in filled], width, sampling)
-            replies |= zip(rows, batch, strict=False)
+            own = [prompts[r] for r in filled], [seeds[r] for r in filled]
+            replies |= zip(rows, _batch(generate, device, *own, width, sampling, recorded), strict=False)
     return [replies[row] for row in range(len(prompts))]
 
 
@@ -128,6 +176,7 @@ def _batch(
     seeds: list[int],
     width: int,
     sampling: Sampling,
+    recorded: RecordedRoutes | None,
 ) -> list[Reply]:
     ids = torch.full((len(prompts), width), sampling.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -149,9 +198,11 @@ def _batch(
             logits_processor=[sampler],
         )[:, width:].tolist()
     logprobs = torch.stack(sampler.logprobs, 1).tolist()
+    routes = None if recorded is None else recorded.rows(len(prompts))
     replies = []
-    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+    for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True)):
         stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)
         n = next(stops, len(row_tokens))
-        replies.append(Reply(row_tokens[:n], row_logprobs[:n]))
+        found = None if routes is None else routes.of(row, width - len(prompts[row]), width + n - 1)
+        replies.append(Reply(row_tokens[:n], row_logprobs[:n], found))
     return replies

@@ -39,6 +39,8 @@ class VLLM(Generator):
         adapters=True,
         adapter_rank=512,
         own_models=True,
+        # On CUDA vLLM can say ids, and no weights.
+        routes=("cpu",),
         memory_pool=True,
     )
 

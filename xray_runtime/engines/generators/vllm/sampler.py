@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.family import Heads, family_of
+
+if TYPE_CHECKING:
+    from xray_runtime.engines.generators.vllm.routes import RecordedRequests
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
@@ -206,19 +211,32 @@ class VLLMSampler(Sampler):
                 # Lists of numbers instead of an object per token, and no deep copy of an object that only we hold.
                 flat_logprobs=True,
                 skip_clone=True,
+                skip_reading_prefix_cache=sampling.routes,
                 detokenize=False,
                 stop_token_ids=list(sampling.stop_token_ids),
             )
             for seed in seeds
         ]
         self._wake(*MEMORY)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter
-        )
+        with self._recorded_routes() if sampling.routes else nullcontext() as recorded:
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter
+            )
         if not self._stays_awake:
             self.sleep()
         # With `logprobs=0` the list has one number per token: that of the token itself.
-        return [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
+        replies = [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
+        if recorded is None:
+            return replies
+        counts = [len(prompt) + len(reply.token_ids) - 1 for prompt, reply in zip(prompts, replies, strict=True)]
+        routes = (recorded.of(o.request_id, count) for o, count in zip(outputs, counts, strict=True))
+        return [replace(reply, routes=found) for reply, found in zip(replies, routes, strict=True)]
+
+    def _recorded_routes(self) -> AbstractContextManager[RecordedRequests]:
+        from xray_runtime.engines.generators.vllm.routes import recorded_requests
+
+        [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        return recorded_requests(runner)
 
     def layers_of(self, names: set[str]) -> set[str]:
         self._wake(WEIGHTS)

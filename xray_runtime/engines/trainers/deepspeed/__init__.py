@@ -27,6 +27,7 @@ class DeepSpeed:
         tensor_parallel=True,
         pipeline_parallel=True,
         sequence_parallel=True,
+        routes=True,
         activation_checkpointing=True,
         lora=True,
         split_lora=True,
@@ -34,6 +35,7 @@ class DeepSpeed:
         trainable_layers=True,
         scoring=True,
         offload=True,
+        pictures=True,
         on_cpu={"offload": ("none", "cpu")},
         sharding=Sharding(
             levels=(0, 1, 2, 3),

@@ -19,6 +19,7 @@ from xray_runtime.engines.trainers.deepspeed.tensor import check_split, split_la
 from xray_runtime.engines.trainers.deepspeed.zero import ZeroEngine, ZeroScorer
 from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.models.causal_lm import skeleton
+from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
 
 
@@ -75,6 +76,8 @@ def _shard(
 def can_split(model: str) -> tuple[bool, bool]:
     """See `Trainer.can_split`."""
     module = HeadedLM(skeleton(model))
+    if family_of(module.lm.config.model_type).pictures is not None:
+        return False, False
 
     def accepted(check: Callable[[], None]) -> bool:
         try:

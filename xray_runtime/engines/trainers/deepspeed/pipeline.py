@@ -23,7 +23,8 @@ from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM
+from xray_runtime.models.head_layers import BorrowedHead
+from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import prompts_of, sequences
 from xray_runtime.models.parts import check_parts
 

@@ -27,6 +27,7 @@ class FSDP2(Trainer):
     capabilities = TrainerCapabilities(
         expert_parallel=True,
         sequence_parallel=True,
+        routes=True,
         activation_checkpointing=True,
         lora=True,
         dora_levels=(2, 3),

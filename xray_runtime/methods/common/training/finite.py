@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.ragged import non_finite
+from xray_runtime.data.routes import unknown
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> 
 
     Raises:
         NonFiniteError: a log-probability is NaN or infinite.
-        RuntimeError: a reply is missing, empty, too long, or has an impossible token or log-probability.
+        RuntimeError: a reply is missing, empty, too long, or has an impossible token, log-probability or route.
     """
     ids, logprobs, num_ended = sampled.response_ids, sampled.rollout_logprobs, len(sampled.ended)
     wrong = non_finite({"rollout_logprobs": logprobs})
@@ -60,6 +61,24 @@ def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> 
         "a token below 0": bool((ids.values < 0).any()),
         "a log-probability above 0": bool((logprobs.values > ROUNDING).any()),
     }
+    if sampling.routes:
+        faults |= _route_faults(sampled)
     fault_found = next((fault for fault, present in faults.items() if present), None)
     if fault_found is not None:
         raise RuntimeError(f"the rollout is corrupt: {fault_found}")
+
+
+def _route_faults(sampled: ReplyBatch) -> dict[str, bool]:
+    ids, weights = sampled.route_ids, sampled.route_weights
+    last = ids.offsets[1:] - 1
+    known = np.delete(ids.values, last, axis=0)
+    in_order = np.sort(known, axis=-1)
+    return {
+        "routes and replies differ in number": len(ids) != len(sampled.response_ids),
+        "routes end before the reply": bool((ids.lengths <= sampled.response_ids.lengths).any()),
+        "routes and their weights differ in number": ids.values.shape != weights.values.shape,
+        "an expert is unknown, or chosen twice by a token": bool(
+            (known == unknown(ids.values.dtype)).any() or (in_order[..., 1:] == in_order[..., :-1]).any()
+        ),
+        "a route's weight is not finite": not np.isfinite(weights.values).all(),
+    }

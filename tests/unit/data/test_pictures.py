@@ -1,0 +1,269 @@
+"""Pictures in rows: their ids, the rows that have them, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, strategies as st
+from PIL import Image
+
+from tests.message_texts import Messages
+from tests.unit.methods.prepare.prepared import prepare
+from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.pictures import (
+    PLACEHOLDER,
+    PictureFiles,
+    PictureTokens,
+    digest_of,
+    picture_ids,
+    pictures_in,
+    shown_picture,
+)
+from xray_runtime.data.published_pictures import as_html
+from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
+
+DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
+MARKS = ("<|begin|>", "<|picture|>", "<|end_of_picture|>")
+
+
+def picture(number: int, form: str = "PNG") -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (8 + number, 8), (number, 0, 0)).save(content, form)
+    return content.getvalue()
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@given(DIGESTS, st.integers(4, 40))
+def test_ids_hold_the_digest(digest: str, count: int) -> None:
+    ids = picture_ids(digest, count)
+    assert len(ids) == count
+    assert all(-(2**31) <= number < 0 for number in ids)
+    assert digest_of(ids) == digest[:31]
+    assert np.array(ids, np.int32).tolist() == ids
+
+
+def test_ids_of_a_known_digest() -> None:
+    # 124 bits, 31 each: the first part is the first 31 bits of ff…, all ones; the last bit of the 124 is 0.
+    digest = "f" * 30 + "e" + "0" * 33
+    assert picture_ids(digest, 5) == [-(2**31), -(2**31), -(2**31), -(2**31) + 1, -(2**31)]
+
+
+def test_few_tokens_are_refused(message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
+        picture_ids("0" * 64, 3)
+
+
+def test_pictures_of_a_row_also_side_by_side() -> None:
+    one, other = sha256(b"1"), sha256(b"2")
+    counts = {one[:31]: 6, other[:31]: 5}
+    row = [7, *picture_ids(one, 6), *picture_ids(other, 5), 8, *picture_ids(one, 6)]
+    assert list(pictures_in(row, counts.__getitem__)) == [one[:31], other[:31], one[:31]]
+    with pytest.raises(ValueError, match="is cut"):
+        list(pictures_in(row[:-1], counts.__getitem__))
+
+
+def tokenizer() -> Any:
+    found = train_tokenizer(["what is this", "and this"] * 3, 300)
+    found.add_tokens(list(MARKS), special_tokens=True)
+    before, token, after = found.convert_tokens_to_ids(list(MARKS))
+    found.pictures = PictureTokens(before, token, after, lambda width, height: width * height // 16, "16 pixels")
+    return found
+
+
+def test_prompts_and_conversations_have_the_same_ids() -> None:
+    written = tokenizer()
+    pictures = [{"sha256": sha256(bytes([n])), "width": 8, "height": 8 + 4 * n} for n in range(2)]
+    prompt = [{"role": "user", "content": f"{PLACEHOLDER} what? {PLACEHOLDER}", "pictures": pictures}]
+    [ids] = chat_format(written).prompts([prompt])
+    before, _, after = written.convert_tokens_to_ids(list(MARKS))
+    assert [
+        list(pictures_in(ids, {p["sha256"][:31]: n for p, n in zip(pictures, (4, 6), strict=True)}.__getitem__))
+    ] == [[p["sha256"][:31] for p in pictures]]
+    assert [ids[ids.index(before) + 5], ids.count(before), ids.count(after)] == [after, 2, 2]
+    conversation = [*prompt, {"role": "assistant", "content": "this"}, {"role": "user", "content": "and?"}]
+    [row] = chat_format(written).turns([([*conversation, {"role": "assistant", "content": "that"}], [1, 3])])
+    (start, end), (last, close) = row.spans
+    assert row.ids[:start] == ids
+    assert written.decode(row.ids[start:end]) == "this<|end|>"
+    assert row.ids[:last] == chat_format(written).prompts([conversation])[0]
+    assert written.decode(row.ids[last:close]) == "that<|end|>"
+    assert decode_prompts(written, [ids]) == [
+        f"{shown_picture(pictures[0]['sha256'])} what? {shown_picture(pictures[1]['sha256'])}"
+    ]
+
+
+def test_a_text_forges_no_picture() -> None:
+    written = tokenizer()
+    _, token, _ = written.convert_tokens_to_ids(list(MARKS))
+    [ids] = chat_format(written).prompts([[{"role": "user", "content": f"{PLACEHOLDER}{MARKS[1]}"}]])
+    assert min(ids) >= 0
+    assert token not in ids
+    assert decode_prompts(written, [ids]) == [f"{PLACEHOLDER}{MARKS[1]}"]
+
+
+def test_a_model_of_text_refuses_pictures(message_texts: Messages) -> None:
+    written = tokenizer()
+    written.pictures = None
+    prompt = [{"role": "user", "content": PLACEHOLDER, "pictures": [{"sha256": sha256(b""), "width": 1, "height": 1}]}]
+    with message_texts.raises(ValueError):
+        chat_format(written).prompts([prompt])
+
+
+def rows(folder: Path, count: int = 24) -> tuple[list[bytes], list[dict[str, Any]]]:
+    folder.mkdir(parents=True)
+    contents = [picture(number) for number in range(count)]
+    for number, content in enumerate(contents):
+        (folder / f"{number}.png").write_bytes(content)
+    return contents, [{"prompt": f"{PLACEHOLDER}what?", "completion": "red"} for _ in range(count)]
+
+
+def test_paths_bytes_urls_and_parts_are_the_same_rows(tmp_path: Path) -> None:
+    contents, plain = rows(tmp_path / "pictures")
+    forms: dict[str, list[dict[str, Any]]] = {
+        "paths": [row | {"image": f"{n}.png"} for n, row in enumerate(plain)],
+        "urls": [
+            row | {"images": [f"data:image/png;base64,{base64.b64encode(content).decode()}"]}
+            for row, content in zip(plain, contents, strict=True)
+        ],
+    }
+    for name, records in forms.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = [
+        row | {"images": [{"bytes": content, "path": f"{n}.png"}]}
+        for n, (row, content) in enumerate(zip(plain, contents, strict=True))
+    ]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "bytes.parquet")
+    found = []
+    for number, source in enumerate(("paths.jsonl", "urls.jsonl", "bytes.parquet")):
+        out = tmp_path / f"out{number}"
+        train, heldout, stats, _ = prepare(
+            out, source=str(tmp_path / source), pictures=str(tmp_path / "pictures"), heldout_fraction=0.3
+        )
+        kept = {picture["sha256"] for pair in (*train, *heldout) for picture in pair.prompt[0]["pictures"]}
+        assert kept == set(map(sha256, contents))
+        assert stats["pictures"] == len(contents)
+        assert stats["dropped_heldout_prompt_seen_in_training"] == 0  # prompts differ by their pictures alone
+        assert {file.stem for file in (out / "pictures").iterdir()} == kept
+        found.append(
+            ([pair._replace(id="") for pair in train], sorted(f.read_bytes() for f in (out / "pictures").iterdir()))
+        )
+    assert found[0] == found[1] == found[2]
+
+
+def test_content_parts(tmp_path: Path) -> None:
+    rows(tmp_path / "pictures")
+    lines = []
+    for number in range(24):
+        parts = [{"type": "text", "text": "Is"}, {"type": "image_url", "image_url": {"url": f"{number}.png"}}]
+        parts += [{"type": "text", "text": "like"}, {"type": "image", "image": "0.png"}, {"type": "text", "text": "?"}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    train, _, _, _ = prepare(
+        tmp_path / "out", source=str(tmp_path / "rows.jsonl"), pictures=str(tmp_path / "pictures"), heldout_fraction=0.3
+    )
+    assert {pair.prompt[0]["content"] for pair in train} == {f"Is{PLACEHOLDER}like{PLACEHOLDER}?"}
+    assert {len(pair.prompt[0]["pictures"]) for pair in train} == {2}
+
+
+def test_pictures_of_dropped_rows_are_not_kept(tmp_path: Path) -> None:
+    contents, plain = rows(tmp_path / "pictures")
+    records = [row | {"image": f"{n}.png"} for n, row in enumerate(plain)]
+    records[3]["completion"] = " "
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepare(
+        tmp_path / "out", source=str(tmp_path / "rows.jsonl"), pictures=str(tmp_path / "pictures"), heldout_fraction=0.3
+    )
+    kept = {file.stem for file in (tmp_path / "out" / "pictures").iterdir()}
+    assert kept == {sha256(content) for number, content in enumerate(contents) if number != 3}
+
+
+USER, ANSWER = {"role": "user", "content": f"{PLACEHOLDER}what?"}, {"role": "assistant", "content": "red"}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"image": "none.png"}, "line 2: image 1: the picture 'none.png' does not exist in data.pictures"),
+    ({"image": "../rows.jsonl"}, "line 2: image 1: the picture '../rows.jsonl' is not in data.pictures"),
+    ({"image": "http://a/b.png"}, "line 2: image 1: the picture is an address"),
+    ({"image": {"size": 3}}, "line 2: image 1: the picture is missing; its keys are size"),
+    ({"image": 7}, "line 2: image 1: the picture is a whole number; allowed: a path, bytes, a data URL"),
+    ({"image": "data:image/png;base64,%%"}, "line 2: image 1: the picture's data URL cannot be read"),
+    ({"image": "data:image/png;base64,AAAA"}, "line 2: image 1: the picture cannot be read"),
+    ({"image": "cut.png"}, "line 2: image 1: the picture cannot be read"),
+    (
+        {"image": "a.tiff"},
+        "image 1: the picture cannot be read (cannot identify image file); allowed: PNG, JPEG, WEBP, GIF, BMP",
+    ),
+    ({"images": ["0.png", "1.png"]}, "line 2: prompt has 1 placeholders <image>, and images has 2 pictures"),
+    ({"images": []}, "line 2: prompt has 1 placeholders <image>, and images has 0 pictures"),
+    ({"image": "0.png", "images": ["1.png"]}, "line 2: it has the columns image and images"),
+    ({}, "line 2: message 1 of prompt has the placeholder '<image>' of a picture, sound or video, which the row"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
+        "line 2: prompt has 1 placeholders <image>, and images has 0 pictures",
+    ),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Is"}, {"type": "image"}]}]},
+        "line 2: message 1 of prompt: the picture is missing; its keys are type",
+    ),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "path": "0.png"}, USER["content"]]}]},
+        "line 2: message 1 of prompt",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "path": "0.png"}]}]},
+        "line 2: message 2 of messages has a picture and role 'assistant'; allowed: user",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), REFUSED, ids=map(str, range(len(REFUSED))))
+def test_refused(record: dict[str, Any], expected: str, tmp_path: Path, message_texts: Messages) -> None:
+    _, plain = rows(tmp_path / "pictures", 2)
+    (tmp_path / "pictures" / "cut.png").write_bytes(picture(1)[:40])
+    (tmp_path / "pictures" / "a.tiff").write_bytes(picture(1, "TIFF"))
+    given = record if "messages" in record else plain[1] | record
+    lines = [json.dumps(plain[0] | {"image": "0.png"}), json.dumps(given)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with message_texts.raises(ValueError) as caught:
+        prepare(tmp_path / "out", source=str(tmp_path / "rows.jsonl"), pictures=str(tmp_path / "pictures"))
+    assert expected in str(caught.value)
+
+
+def test_a_path_needs_its_folder(tmp_path: Path, message_texts: Messages) -> None:
+    _, plain = rows(tmp_path / "pictures", 2)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"image": "0.png"}) for row in plain))
+    with message_texts.raises(ValueError):
+        prepare(tmp_path / "out", source=str(tmp_path / "rows.jsonl"))
+
+
+def test_changed_files_are_found(tmp_path: Path) -> None:
+    content = picture(1)
+    file = tmp_path / f"{sha256(content)}.png"
+    file.write_bytes(content)
+    assert PictureFiles([tmp_path]).path(sha256(content)[:31]) == file
+    with pytest.raises(ValueError, match="is in no dataset of this stage"):
+        PictureFiles([tmp_path]).path(sha256(b"other"))
+    file.write_bytes(content + b" ")
+    with pytest.raises(ValueError, match="damaged"):
+        PictureFiles([tmp_path]).path(sha256(content))
+
+
+def test_pages_escape_what_stands_around_a_picture() -> None:
+    digest = sha256(b"1")[:31]
+    text = f"<b>{shown_picture(digest)}</b>"
+    assert f'src="/p/{digest}"' in as_html(text, "/p/{}".format)
+    assert "<b>" not in as_html(text, "/p/{}".format)
+    assert as_html(text, lambda _: None) == f"&lt;b&gt;&lt;image {digest}&gt;&lt;/b&gt;"
