@@ -22,7 +22,14 @@ ROOT = Path(__file__).parents[3]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 MADE = {"kinds.md", "config.md", "cli.md", "columns.md", "engines.md"}
 """Pages that `docs/hooks.py` makes from the code."""
-MEASURED = {"families-table.md", "identity-table.md", "layouts.md", "planning-table.md", "routes.md"}
+MEASURED = {
+    "methods-table.md",
+    "families-table.md",
+    "identity-table.md",
+    "layouts.md",
+    "planning-table.md",
+    "routes.md",
+}
 """Pages that a benchmark writes."""
 LIMITS = {"gpu.md": 1300, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 360}
 LIMITS |= {"rows.md": 480, "reasoning.md": 350, "pictures.md": 420, "witness.md": 420, "verify-without-xray.md": 320}
@@ -210,7 +217,7 @@ def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 500
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
-    # adapters, long rows and more families.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_500
+    # adapters, long rows and more families, by more methods.
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_600
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []

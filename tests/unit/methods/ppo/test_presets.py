@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+import xray
 from xray_runtime.algorithms.checking import advantage_reads, check_advantages, check_loss, loss_reads
 from xray_runtime.algorithms.estimators import AdvantageInputs
 from xray_runtime.algorithms.importance import importance_weights
-from xray_runtime.algorithms.losses import PolicyLossInputs, token_loss
+from xray_runtime.algorithms.losses import PolicyLossInputs, TokenLoss, token_loss
 from xray_runtime.algorithms.trust_regions import binary_kl
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.functions import Functions
 from xray_runtime.methods.ppo.preset import PRESETS
 from xray_runtime.methods.ppo.published import METHODS, Method
 
+ROOT = Path(__file__).parents[4]
 LOSSES = [name for name in PRESETS if PRESETS.get(name).loss]
 ESTIMATORS = [name for name in PRESETS if PRESETS.get(name).advantages]
 SMOOTH = ["drpo", "gmpo", "sapo"]
@@ -209,6 +213,37 @@ def test_estimators_pass_the_checks(name: str) -> None:
 
 def test_every_preset_is_a_method() -> None:
     assert set(get_args(Method)) == set(METHODS) >= set(PRESETS)
+
+
+def test_the_docs_compare_every_preset() -> None:
+    page = (ROOT / "docs" / "methods-table.md").read_text("utf-8")
+    for name in PRESETS:
+        preset = PRESETS.get(name)
+        assert f"| `{name}` | {preset.paper} | {preset.differs} |" in page
+    compared = page.partition("## On one task")[2]
+    assert [name for name in METHODS if f"| `{name}` |" not in compared] == []
+
+
+def test_a_users_dppo_in_the_docs_is_the_preset() -> None:
+    """The function in docs/methods.md, run as it stands there."""
+    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    [source] = re.findall(r"\n(def dppo\(.*?\n)\n\ngiven = ", page, flags=re.DOTALL)
+    assert len(source.splitlines()) <= 15
+    space: dict[str, Any] = {"torch": torch, "xray": xray}
+    exec(source, space)
+    mine, preset = space["dppo"], PRESETS.get("dppo_tv").loss
+    assert preset is not None
+    xray.check_loss(mine, gradient=False)
+    draw = torch.Generator().manual_seed(0)
+    logprobs, sampled = (-torch.rand(2, 200, generator=draw, dtype=torch.float64) * 2).unbind(0)
+    worth, ones = torch.randn(200, generator=draw, dtype=torch.float64), torch.ones(200, dtype=torch.float64)
+    tokens = PolicyLossInputs(logprobs, worth, ones, torch.arange(200), 0.15, 0.15, None, {"rollout_logprobs": sampled})
+    theirs, ours = preset(tokens), mine(tokens)
+    assert isinstance(theirs, TokenLoss)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    assert 20 < int(ours.clipped.sum()) < 180
+    config = PPOStageConfig(method="dr_grpo", loss="mine:dppo", importance_correction="none", prompts_per_iteration=16)
+    assert not Functions.of(config, loss=mine).scores_policy
 
 
 def test_presets_are_read_without_torch() -> None:
