@@ -106,13 +106,13 @@ class HeadedLM(nn.Module):
             lm.requires_grad_(False)
             for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
                 module.requires_grad_(True)
-        self.branches: Any = nn.ModuleList(branches)
-        for branch in self.branches:
+        for branch in (held := list(branches)):
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
+        self.branches: Any = nn.ModuleList(held)
 
     @property
     def layers(self) -> Any:
