@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.ppo.config import KLConfig, PPOStageConfig
 from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.ppo.routing import RoutingName
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase
 from xray_runtime.models.heads import HeadedLM
@@ -57,7 +58,7 @@ class Curve:
     reward: list[float]
 
 
-def run(seed: int, routing: Literal["own", "replay"], directory: Path) -> Curve:
+def run(seed: int, routing: RoutingName, directory: Path) -> Curve:
     """GRPO for replies in the upper half of the vocabulary."""
     tokenizer = train_tokenizer(["a few words to learn letters from"] * 5, SIZES.vocab_size)
     vocabulary = len(tokenizer)
@@ -139,7 +140,7 @@ def main() -> None:
     out = parser.parse_args().out
     curves: dict[tuple[int, str], Curve] = {}
     for seed in range(SEEDS):
-        for routing in ("own", "replay"):
+        for routing in get_args(RoutingName):
             with TemporaryDirectory() as place:
                 curves[seed, routing] = run(seed, routing, Path(place))
     text = "\n".join(page(curves)) + "\n"

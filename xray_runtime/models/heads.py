@@ -96,14 +96,13 @@ class HeadedLM(nn.Module):
         self.routed_layers = take_routes(lm, family)
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
-        self.branches: Any = nn.ModuleList(branches)
-        branch: Any
-        for branch in self.branches:
+        for branch in (held := list(branches)):
             if not self.has_trunk or not self._same_trunk(branch.whole):
                 raise ValueError(f"{branch.role} does not share the policy's frozen trunk")
             branch.keep_top(self.frozen_layers)
             if self.packs:
                 use_packed_attention(branch)
+        self.branches: Any = nn.ModuleList(held)
 
     def _train_top(self, trainable_layers: int) -> int:
         """Freeze all but the top layers and the final norm; returns the number of frozen layers."""

@@ -40,7 +40,8 @@ def take_routes(lm: nn.Module, family: Family) -> int:
     if family.routing is None:
         return 0
     count = 0
-    for layer in lm.get_submodule(family.parts.layers).children():
+    layers: Any = lm.get_submodule(family.parts.layers)
+    for layer in layers:
         routers = [part for name, part in layer.named_modules() if name.rpartition(".")[2] in family.routers]
         assert len(routers) <= 1
         layer.forward = _WithRoutes(layer.forward, count if routers else None)
