@@ -98,12 +98,17 @@ def changed(way: str, model: Path, policy: Path, lora: LoRAConfig, repeat: int) 
     runtime = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
     asked = lora if way == "adapter" else None
     engine = Generation(model, 128, GeneratorConfig(), runtime, EngineRank("cpu"), asked)
-    return {"ms": 500 * best(repeat, lambda number: [engine.restart(each, number) for each in (policy, model)])}
+
+    def there_and_back(number: int) -> None:
+        engine.restart(policy, number)
+        engine.restart(model, number)
+
+    return {"ms": 500 * best(repeat, there_and_back)}
 
 
 def scored(spec: ModelSpec, both: bool, repeat: int) -> dict[str, float]:
     """Measure one process that scores replies; `both`: by the policy and by its base."""
-    learner: Any = Learner(RuntimeConfig(threads=1, device="cpu"))  # type: ignore[arg-type]
+    learner: Any = Learner(RuntimeConfig(threads=1, device="cpu"))
     learner.build(spec, RankInfo("scorer", 0, 0, 1, "127.0.0.1", 0, None))
     rows = TextBatch.of(drawn(spec.directory, PROMPT), drawn(spec.directory, TOKENS))
     spent = best(repeat, lambda number: [learner.score(rows), learner.reference(rows) if both else None])

@@ -113,7 +113,7 @@ def test_a_champion_and_a_candidate_share_one_generator(store: dict[str, Any], e
     [generator, scoring] = opened
     assert (generator["generator"].directory, scoring) == (store["base"].path, {})
     merged = [Model(without_adapter(store["store"], store[name])) for name in ("two", "one")]
-    expected, opened = run(store, compare, CompareInputs(*merged, data), engine)
+    expected, opened = run(store, compare, CompareInputs(merged[0], merged[1], data), engine)
     assert [len(specs) for specs in opened] == [1, 1, 0]
     assert found["samples"] == expected["samples"]
     assert any(shown["champion"] != shown["candidate"] for shown in found["samples"])

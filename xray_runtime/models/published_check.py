@@ -62,6 +62,7 @@ def check_published(
             no rank held it; or transformers computes other log-probabilities.
     """
     base = base_of(directory)
+    found: dict[str, str]
     heads = {name: digest for name, digest in written.items() if name.startswith(HEAD_PREFIX)}
     expected = {name: digest for name, digest in written.items() if name not in heads}
     for name, tensor in tensors(source) if base is None else ():

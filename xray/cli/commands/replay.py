@@ -87,7 +87,7 @@ def _run(stage: Replayable, iteration: int | None, scratch: Path, console: Conso
     from xray_runtime.trust.replay import replay as run_replay
 
     logs = scratch / "logs" / stage.node.manifest.stage
-    pictures = picture_folders(stage.inputs)
+    pictures = picture_folders(stage.kind.inputs_at(stage.paths))
     opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}", pictures)
     # In a run, warnings of libraries go to the stage's log.
     warnings.simplefilter("ignore")

@@ -80,7 +80,8 @@ class Replica:
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
         # A replacement may start long after the audit.
-        for served in (model, *model.adapters):
+        checkpoints: list[ServedModel | ServedAdapter] = [model, *model.adapters]
+        for served in checkpoints:
             if damages := verify(served.directory, served.sha256):
                 raise NotServedError(f"{served.directory.name}: {damages[0]}")
         # Nothing reads its files after the start.

@@ -118,7 +118,8 @@ def allowed_rank(rank: int) -> int:
     """The smallest `max_lora_rank` of vLLM for adapters of this rank."""
     from vllm.config.lora import MaxLoRARanks
 
-    return min(most for most in get_args(MaxLoRARanks) if most >= rank)
+    found: int = min(most for most in get_args(MaxLoRARanks) if most >= rank)
+    return found
 
 
 def keeps_states(directory: Path) -> bool:
