@@ -80,10 +80,10 @@ class Replica:
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
         # A replacement may start long after the audit.
-        files = [(each.directory, each.sha256) for each in model.adapters]
-        for directory, sha256 in [(model.directory, model.sha256), *files]:
-            if damages := verify(directory, sha256):
-                raise NotServedError(f"{directory.name}: {damages[0]}")
+        checkpoints: list[ServedModel | ServedAdapter] = [model, *model.adapters]
+        for served in checkpoints:
+            if damages := verify(served.directory, served.sha256):
+                raise NotServedError(f"{served.directory.name}: {damages[0]}")
         # Nothing reads its files after the start.
         with whole_model(model.directory) as directory:
             options = arguments(

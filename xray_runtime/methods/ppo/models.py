@@ -38,7 +38,7 @@ def model_specs(
         if name == "generator":
             longest = max_prompt + config.max_response_tokens
             adapter = synced_adapter(config.adapter_sync, config.lora, config.generator, stage.runtime)
-            specs[name] = GeneratorSpec(policy, longest, config.generator, adapter)
+            specs[name] = GeneratorSpec(policy, longest, config.generator, adapter=adapter)
         elif name == "policy":
             specs[name] = trained_model(
                 stage,

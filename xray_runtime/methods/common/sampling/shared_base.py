@@ -51,4 +51,4 @@ def shared_generator(shared: SharedBase | None, max_length: int, config: Generat
     """A generator of the base that takes any of the adapters; None where `config` cannot compute them."""
     if shared is None or unserved(shared.lora, config) is not None:
         return None
-    return GeneratorSpec(shared.directory, max_length, config, shared.lora)
+    return GeneratorSpec(shared.directory, max_length, config, adapter=shared.lora)
