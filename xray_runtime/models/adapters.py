@@ -173,7 +173,7 @@ class Adapters:
         for layer in self.layers.values():
             layer.is_off = not tensors
 
-    def _trained(self) -> dict[str, tuple[str, Tensor]]:
+    def _trained(self) -> dict[str, tuple[str, nn.Parameter]]:
         """peft's name → (name in the `HeadedLM`, parameter)."""
         found: dict[str, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
