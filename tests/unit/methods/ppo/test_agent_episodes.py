@@ -16,13 +16,14 @@ import pytest
 from tests.message_texts import Messages
 from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
-from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
+from tests.unit.methods.ppo.loop import World
+from tests.unit.methods.ppo.played_agents import HERE, Policy, played
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from tests.unit.methods.stages import ran
 from xray_runtime.agents.agent_records import agent_metrics, read_episodes
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Rollout, Scores
-from xray_runtime.data.ledger import read_shard, readable, shard_path
+from xray_runtime.data.ledger import readable
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -36,44 +37,11 @@ from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import sample_policy
 from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
-from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.trust.replay import restore_recorded
-
-HERE = sample_agents.__name__
-
-
-class Policy(PPOModel):
-    """Says a few letters, which the seed decides, and checks that each token is scored after its own history."""
-
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
-        self._note(f"generate {version}")
-        self.world.seeds += rows.seed.tolist()
-        found = FakeGenerator(self.world.tokenizer)(rows, sampling, version)  # type: ignore[attr-defined]
-        ids = found.response_ids
-        return found.with_columns(rollout_logprobs=ids.like(logprob(ids.values)))
-
-
-def played(
-    inputs: PPOInputs, out: Path, agent: str | None = "two_turns", **fields: Any
-) -> tuple[World, FakeRecorder, Any]:
-    """(world, recorder, the ledger's first shard)."""
-    world = World()
-    world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
-    limits = {"max_tokens": 256, "timeout_s": 60.0} | fields.pop("limits", {})
-    options: dict[str, Any] = {
-        "environment": {"agent": f"{HERE}:{agent}", **limits},
-        "rewards": [],
-        "iterations": 1,
-        "max_new_tokens": 16,
-        "advantages": "reinforce++",
-        "whiten_advantages": False,
-        "kl": KLConfig(controller="fixed", coef=0.0),
-    }
-    recorder = attempt(inputs, out, world, model=Policy, **options | fields)
-    return world, recorder, read_shard(shard_path(out / "ledger", 0)).table
 
 
 @dataclass(frozen=True)

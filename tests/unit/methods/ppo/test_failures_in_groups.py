@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.methods.ppo import sample_environments, test_agent_episodes, test_episodes
+from tests.unit.methods.ppo import played_agents, played_environments, sample_environments
 from tests.unit.methods.ppo.loop import World
 from tests.unit.methods.ppo.parts import Columns, typed
 from tests.unit.methods.ppo.recorder import FakeRecorder
@@ -111,7 +111,7 @@ def test_failed_episodes_of_an_environment_do_not_vote(
     monkeypatch.setenv(sample_environments.CLAIMED, str(tmp_path))
     fields = GROUPS | {"advantages": "grpo", "max_failed": 0.5, "epochs": 1, "kl": {"coef": 0.0}}
     out = tmp_path / "out"
-    world, recorder = test_episodes.played(inputs, out, "SevenOfEightFail", **fields)
+    world, recorder = played_environments.played(inputs, out, "SevenOfEightFail", **fields)
     learned(out, world, recorder)
     [(_, rows, *_)] = world.batches
     # The rewards of all that ended are equal: 1.5.
@@ -126,7 +126,7 @@ def test_failed_episodes_of_agents_do_not_vote(
     monkeypatch.setenv(sample_environments.CLAIMED, str(tmp_path))
     fields = GROUPS | {"advantages": "dr_grpo", "max_failed": 0.5, "epochs": 1}
     out = tmp_path / "out"
-    world, recorder, table = test_agent_episodes.played(inputs, out, "seven_of_eight_fail", **fields)
+    world, recorder, table = played_agents.played(inputs, out, "seven_of_eight_fail", **fields)
     learned(out, world, recorder)
     rewards = np.array([np.nan if reward is None else reward for reward in table["reward"].to_pylist()])
     expected = np.concatenate([group - np.nanmean(group) for group in (rewards[:8], rewards[8:])])

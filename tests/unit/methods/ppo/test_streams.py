@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.message_texts import Messages
 from tests.unit.methods.ppo.loop import REPLIES, World, attempt
+from tests.unit.methods.ppo.method_setting import KL_COEF, REWARDS, MakeLM, Setting, as_tensors
 from tests.unit.methods.ppo.parts import typed
-from tests.unit.methods.ppo.test_method_invariances import KL_COEF, REWARDS, MakeLM, Setting, as_tensors
 from xray_runtime.algorithms.checking import advantage_reads, check_advantages, check_loss, loss_reads
 from xray_runtime.algorithms.estimators import AdvantageInputs
 from xray_runtime.algorithms.losses import PolicyLossInputs
