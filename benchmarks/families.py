@@ -40,7 +40,8 @@ from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.methods.base.body import run as run_base
 from xray_runtime.methods.base.config import HubBase
-from xray_runtime.methods.ppo.config import FLOAT32_MISMATCH, PPOStageConfig
+from xray_runtime.methods.common.mismatch import FLOAT32_MISMATCH
+from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.reward_model.config import RewardConfig
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.config import PretrainedBase

@@ -12,7 +12,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "families-table.md"
 
 
 def test_every_listed_type_has_a_row() -> None:
-    listed = {kind for name in FAMILIES for kind in FAMILIES.get(name).model_types}
+    """Models that read pictures have rows of pictures, which this table does not try."""
+    families = [FAMILIES.get(name) for name in FAMILIES]
+    listed = {kind for family in families if family.pictures is None for kind in family.model_types}
     assert listed <= {model_type(row) for row in RECIPES}
     assert len(RECIPES) >= 40
 

@@ -40,7 +40,7 @@ def test_every_parameter_of_a_published_model_is_counted(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "qwen2_5_vl"},
+        {"model_type": "llava"},
         {"model_type": "smolvlm"},
         {"model_type": "mistral3"},
         {"model_type": "gemma3"},

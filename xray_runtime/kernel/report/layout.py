@@ -5,6 +5,7 @@ Deviations: all arrows of one parent share a line past the layers between, and p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +14,8 @@ from typing import Any
 MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 26, 34
 LINE_WIDTH = 2
 """Room for a line that passes a layer."""
+MAX_LAYERS = 12
+"""An arrow that is longer crosses what is in its way: lines past all layers would be as many as stages squared."""
 MARGIN = 4
 SWEEPS = 8
 MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
@@ -34,33 +37,38 @@ class _Item:
         return sum(item.x for item in self.near) / len(self.near) if self.near else self.x
 
 
+_Pair = tuple[_Item, _Item]
+
+
 def lineage_graph(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Positions of boxes and arrows: each stage is below its parents.
 
     Returns {"width", "height", "nodes": [{"x", "y", "name", "title", "sha", "cached"}], "edges": [SVG path],
-    "node_width", "node_height"}.
+    "lines": [SVG path], "node_width", "node_height"}; `edges` end at boxes, `lines` are their common parts.
     """
     by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
     parents = [sorted({by_sha[p] for p in stage["parents"] if by_sha.get(p, i) < i}) for i, stage in enumerate(stages)]
     names = [_shortened(stage["name"]) for stage in stages]
     node_width = max([MIN_NODE_WIDTH, *(24 + CHAR_WIDTH * len(name) for name in names)])
     boxes = [_Item(layer, node_width) for layer in _layers(parents)]
-    items, routes = list(boxes), list[list[_Item]]()
-    lines: dict[tuple[int, int], _Item] = {}
+    items, lines, arrows, distant = list(boxes), list[_Pair](), list[_Pair](), list[_Pair]()
+    # The boxes and lines below each stage that its arrows start from, one a layer.
+    starts = [[box] for box in boxes]
     for child, of in enumerate(parents):
         for parent in of:
-            route = [boxes[parent]]
-            for layer in range(boxes[parent].layer + 1, boxes[child].layer):
-                if (parent, layer) not in lines:
-                    lines[parent, layer] = _Item(layer, LINE_WIDTH)
-                    items.append(lines[parent, layer])
-                route.append(lines[parent, layer])
-            route.append(boxes[child])
-            routes.append(route)
-            for above, below in pairwise(route):
-                if below not in above.near:
-                    above.near.append(below)
-                    below.near.append(above)
+            passed = starts[parent]
+            distance = boxes[child].layer - boxes[parent].layer
+            if distance > MAX_LAYERS:
+                distant.append((boxes[parent], boxes[child]))
+                continue
+            while len(passed) < distance:
+                lines.append((passed[-1], _Item(passed[-1].layer + 1, LINE_WIDTH)))
+                passed.append(lines[-1][1])
+                items.append(passed[-1])
+            arrows.append((passed[distance - 1], boxes[child]))
+    for above, below in (*lines, *arrows):
+        above.near.append(below)
+        below.near.append(above)
     _place(items)
     return {
         "width": max((item.x + item.width / 2 for item in items), default=0) + MARGIN,
@@ -76,7 +84,8 @@ def lineage_graph(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             }
             for box, name, stage in zip(boxes, names, stages, strict=True)
         ],
-        "edges": [_path(route) for route in routes],
+        "edges": [_path(above, below) for above, below in (*arrows, *distant)],
+        "lines": [f"{_path(above, below)} v{NODE_HEIGHT}" for above, below in lines],
         "node_width": node_width,
         "node_height": NODE_HEIGHT,
     }
@@ -87,9 +96,13 @@ def _layers(parents: Sequence[Sequence[int]]) -> list[int]:
     layers: list[int] = []
     for of in parents:
         layers.append(1 + max((layers[p] for p in of), default=-1))
+    children = [sys.maxsize] * len(parents)
+    for of, layer in zip(parents, layers, strict=True):
+        for parent in of:
+            children[parent] = min(children[parent], layer)
     for i, of in enumerate(parents):
         if not of:
-            layers[i] = max(0, min((layers[c] for c, found in enumerate(parents) if i in found), default=0) - 1)
+            layers[i] = children[i] - 1 if children[i] < sys.maxsize else 0
     return layers
 
 
@@ -127,17 +140,11 @@ def _top(item: _Item) -> int:
     return MARGIN + item.layer * (NODE_HEIGHT + GAP_Y)
 
 
-def _path(route: Sequence[_Item]) -> str:
-    """From the lower edge of a box to the upper edge of another, past the layers between."""
-    x, y = route[0].x, _top(route[0]) + NODE_HEIGHT
-    parts = [f"M{x:g},{y}"]
-    for item in route[1:]:
-        top = _top(item)
-        parts.append(f"C{x:g},{(y + top) / 2:g} {item.x:g},{(y + top) / 2:g} {item.x:g},{top}")
-        x, y = item.x, top + NODE_HEIGHT
-        if item is not route[-1]:
-            parts.append(f"L{x:g},{y}")
-    return " ".join(parts)
+def _path(above: _Item, below: _Item) -> str:
+    """From the lower edge of an item to the upper edge of one in the next layer."""
+    start, end = _top(above) + NODE_HEIGHT, _top(below)
+    middle = (start + end) / 2
+    return f"M{above.x:g},{start} C{above.x:g},{middle:g} {below.x:g},{middle:g} {below.x:g},{end}"
 
 
 def _shortened(name: str) -> str:

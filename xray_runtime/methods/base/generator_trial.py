@@ -19,8 +19,8 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
 from xray_runtime.kernel.plugs import able
+from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
-from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.models.causal_lm import copy_model, load_model, max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.published_check import tried_ids

@@ -22,6 +22,7 @@ from xray_runtime.kernel.config.section import (
 )
 from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
+from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
 from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
@@ -38,7 +39,6 @@ _LOSSES = ("ppo", "gspo", "cispo", *(name for name, preset in _PRESETS.items() i
 _COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name, preset in _PRESETS.items() if preset.advantages))
 """Estimators that compare the replies to one prompt."""
 PolicyLossName = Annotated[str, BuiltInOrFunction(_LOSSES)]
-FLOAT32_MISMATCH, BFLOAT16_MISMATCH = 1e-4, 0.05
 AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", *_COMPARED))]
 
 
@@ -324,11 +324,7 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         return [*super().called_functions, *filter(is_function, names)]
 
     def mismatch_limit(self, device: str) -> float:
-        """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
-
-        In float32 generators and trainers differ by 1e-7 to 1e-6 nats; by 0.02 where a kernel computes something else.
-        bfloat16 rounds a logit between 16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
-        """
+        """`max_mismatch`, or its default on `device` ("cpu" or "cuda")."""
         if self.max_mismatch is not None:
             return self.max_mismatch
         in_float32 = self.engine.resolved(device).precision == "float32"

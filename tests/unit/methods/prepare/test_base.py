@@ -219,7 +219,6 @@ def a_layer_more(source: Path) -> None:
         (saved_as("LlamaModel"), "is a LlamaModel, which transformers reads as a LlamaForCausalLM"),
         (lambda d: edit(d / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "code of its own"),
         (lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: name the model"),
-        (lambda d: [(d / "config.json").rename(d / "adapter_config.json")], "an adapter: name the model"),
         (lambda d: save_file({"a": torch.ones(1)}, d / "adapter_model.safetensors"), "an adapter: name the model"),
         (more_tokens, "rows, and its tokenizer 1 tokens above (<|new pad|>)"),
         (fewer_rows, "has an embedding of 100 rows"),
