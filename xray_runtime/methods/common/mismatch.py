@@ -1,7 +1,7 @@
 """How far a generator's log-probabilities may be from a trainer's: mean |difference|, in nats a token.
 
-In float32 the two differ by 1e-7 to 1e-6; by 0.02 where a kernel computes something else. bfloat16 rounds a logit between
-16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
+In float32 the two differ by 1e-7 to 1e-6; by 0.02 where a kernel computes something else. bfloat16 rounds a logit
+between 16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
 """
 
 from __future__ import annotations
