@@ -214,7 +214,7 @@ def test_curves_have_axes_values_and_choices_in_the_address(output: Path, window
         process, address = started(whole)
         try:
             window.goto(f"{address}/runs/live-1?smooth=0.5")
-            curve = window.get_by_role("figure", name="loss (nats a token) of sft: 4 to 1.1 at step 29")
+            curve = window.get_by_role("figure", name="loss (nats a token), sft: 4 to 1.1 at step 29")
             curve.locator("canvas").wait_for()
             # Smoothed curves stand beside the values.
             legend = curve.locator(".u-series")

@@ -12,7 +12,7 @@ from typing import Any
 
 from xray.studio.studio import DAMAGED
 from xray_runtime.kernel.graph.kind import Series
-from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.graph.kinds import all_kinds, find_kind
 from xray_runtime.kernel.report.cards import Card, cards, sparkline
 from xray_runtime.kernel.report.figures import read_metrics
 from xray_runtime.kernel.report.names import title
@@ -102,9 +102,16 @@ def _seconds(at: Any) -> float | None:
 
 def curves(series: Series, kind: str | None) -> dict[str, Any]:
     """The curves of a stage, for the page's script: `panels` (title, metrics), those that its kind shows first; `names`
-    for people; `series`, metric → [steps, values]."""
-    known = find_kind(kind) if kind is not None else None
+    for people; `series`, metric → [steps, values].
+
+    Args:
+        kind: None: the stage is at work, and has the panels that show most of its curves.
+    """
     drawn = {name for name, points in series.items() if len(points) > 1}
+    if kind is None:
+        known = max(all_kinds(), key=lambda each: sum(n in drawn for _, names in each.panels for n in names))
+    else:
+        known = find_kind(kind)
     panels = [(text, [n for n in names if n in drawn]) for text, names in (known.panels if known is not None else ())]
     shown = [(text, names) for text, names in panels if names]
     first = {name for _, names in shown for name in names}

@@ -63,7 +63,7 @@ if (curves) {
     const plot = new uPlot(options, [steps, ...data], box);
     box.setAttribute("role", "figure");
     const first = found[0].data[1], of = `${shown(first[0])} to ${shown(first.at(-1))} at step ${found[0].data[0].at(-1)}`;
-    box.setAttribute("aria-label", `${title} of ${stage.stage}: ${of}`);
+    box.setAttribute("aria-label", `${title}, ${stage.stage}: ${of}`);
     drawn.push({ plot, box });
   };
 

@@ -34,6 +34,12 @@ def find_kind(name: str) -> StageKind | None:
     return KINDS.get(name)
 
 
+def all_kinds() -> list[StageKind]:
+    """X-ray's kinds, and those whose modules are imported already."""
+    _import_methods()
+    return list(KINDS.values())
+
+
 def import_kind(name: str, module: str) -> StageKind | None:
     """A kind by its name; imports `module`, which registers it.
 
