@@ -111,7 +111,7 @@ def window(browser: Browser) -> Iterator[Page]:
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("dialog", lambda dialog: problems.append(f"dialog {dialog.message}"))
-    page.on("request", lambda request: problems.append(request.url) if "127.0.0.1" not in request.url else None)
+    page.on("request", lambda request: problems.append(request.url) if not LOCAL.match(request.url) else None)
     yield page
     context.close()
     assert problems == []
