@@ -40,6 +40,8 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: no
 AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
 LONGEST_TASK_MS = 100
+LOCAL = re.compile(r"http://127\.0\.0\.1:|file:///")
+"""Addresses on this machine."""
 SCREENS = (("light", 1400), ("dark", 390))
 """A wide screen, and a phone at night."""
 PICTURED, REAL_PICTURED = {"lineage"}, {"run", "tokens"}
