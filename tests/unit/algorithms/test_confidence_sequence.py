@@ -32,6 +32,28 @@ def test_the_first_interval_is_the_formula() -> None:
             found.add(x)
 
 
+def test_weights_shrink_as_the_observations_vary() -> None:
+    """By theorem 2 over whole lists, where λ is below its bound."""
+    draw = random.Random(3)
+    x = [round(draw.random(), 3) for _ in range(120)]
+    found, alpha, low, high, weights = ConfidenceSequence(0.5), 0.5, 0.0, 1.0, []
+    for value in x:
+        found.add(value)
+    means = [(0.5 + math.fsum(x[:t])) / (t + 1) for t in range(121)]
+    for t in range(1, 121):
+        variance = (0.25 + math.fsum((x[i] - means[i + 1]) ** 2 for i in range(t - 1))) / t
+        weights.append(min(math.sqrt(2 * math.log(2 / alpha) / (variance * t * math.log(1 + t))), 0.5))
+        slack = math.fsum((x[i] - means[i]) ** 2 * (-math.log(1 - w) - w) for i, w in enumerate(weights))
+        centre = math.fsum(w * x[i] for i, w in enumerate(weights)) / math.fsum(weights)
+        half = (math.log(2 / alpha) + slack) / math.fsum(weights)
+        low, high = max(low, centre - half), min(high, centre + half)
+    assert weights[0] == 0.5
+    assert weights[-1] < 0.3
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
+    assert found.mean == pytest.approx(math.fsum(x) / 120)
+    assert 0.0 < low < math.fsum(x) / 120 < high < 1.0
+
+
 def test_the_mean_is_inside_at_every_look() -> None:
     draw, outside = random.Random(1), 0
     for _ in range(200):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xray_runtime.algorithms.groups import GroupBaseline, group_advantages, tied_groups
+from xray_runtime.algorithms.groups import GroupBaseline, group_advantages, group_means, tied_groups
 
 NAN = float("nan")
 BASELINES: list[GroupBaseline] = ["grpo", "dr_grpo", "rloo"]
@@ -60,6 +60,13 @@ def test_groups_are_apart_and_in_any_order(baseline: GroupBaseline) -> None:
     torch.testing.assert_close(group_advantages(rewards + 2.0, groups, baseline), together)
     scaled = group_advantages(4.0 * rewards, groups, baseline)
     torch.testing.assert_close(scaled, together if baseline == "grpo" else 4.0 * together)
+
+
+def test_means_are_over_what_has_a_score() -> None:
+    found = group_means(torch.tensor([1.0, 5.0, NAN, 4.0, NAN, NAN]), torch.tensor([0, 2, 0, 0, 1, 2]))
+    assert found.tolist() == [2.5, 5.0, 2.5, 2.5, 0.0, 5.0]
+    assert found.dtype == torch.float64
+    assert group_means(torch.tensor([]), torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
 def test_tied_groups() -> None:

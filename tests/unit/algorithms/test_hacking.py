@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -120,6 +121,15 @@ def test_a_phrase_common_from_the_start_raises_no_alert() -> None:
     early = point(rollout__common_phrase=0.6)
     assert seen(point(rollout__common_phrase=0.8), early) == []
     assert seen(point(rollout__common_phrase=0.86), early) == ["phrase"]
+
+
+@pytest.mark.parametrize(("late", "said"), [(0.39, True), (0.4, False), (0.41, False), (1.0, False), (math.nan, True)])
+def test_routers_that_collapse(late: float, said: bool) -> None:
+    """Below half of an entropy of .8."""
+    early = point(router__entropy=0.8)
+    assert seen(point(router__entropy=late), early, min_router_entropy=0.5) == (["router"] if said else [])
+    # A policy without routers.
+    assert seen(point(router__entropy=late), min_router_entropy=0.5) == []
 
 
 def test_members_of_an_ensemble_that_come_to_disagree() -> None:

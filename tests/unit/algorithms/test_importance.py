@@ -119,3 +119,16 @@ def test_a_weight_at_the_cap_is_not_beyond_it() -> None:
 def test_a_reply_of_equal_policies_weighs_one_where_it_is() -> None:
     weights, _ = importance_weights(ROLLOUT, ROLLOUT, MASK, mode="truncate", cap=2.0, level="reply")
     assert weights.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+
+
+def test_a_floor_counts_where_weights_are_masked() -> None:
+    # 1, 3 and ½, of which 3 is beyond the cap and ½ below the floor.
+    weights, stats = importance_weights(TRAIN, ROLLOUT, MASK, mode="mask", cap=2.0, floor=0.75)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    assert stats["capped_share"] == pytest.approx(2 / 3)
+    weights, stats = importance_weights(TRAIN, ROLLOUT, MASK, mode="truncate", cap=2.0, floor=0.75)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0], [0.5, 0.0]]))
+    assert stats["capped_share"] == pytest.approx(1 / 3)
+    # At the floor it is not below.
+    weights, stats = importance_weights(ROLLOUT, ROLLOUT, MASK, mode="mask", cap=2.0, floor=1.0)
+    assert (weights.tolist(), stats["capped_share"]) == ([[1.0, 1.0], [1.0, 0.0]], 0.0)

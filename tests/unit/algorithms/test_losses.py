@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator
-from xray_runtime.algorithms.losses import cispo_loss, gspo_loss, kl_loss, policy_loss, value_losses
+from xray_runtime.algorithms.losses import cispo_loss, gspo_loss, kl_loss, policy_loss, reply_sums, value_loss
 from xray_runtime.algorithms.pairwise import pairwise_losses
 
 
@@ -89,18 +89,11 @@ def test_statistics_count_valid_tokens_only() -> None:
     assert not any(value.requires_grad for value in stats.values())
 
 
-def value_sum(
-    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip_range: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    losses, clipped = value_losses(values, old, returns, clip_range=clip_range)
-    return (losses * mask).sum(), {"value_clip_count": (clipped * mask).sum()}
-
-
 def test_value_loss_by_hand() -> None:
     # eps 0.2. v=1, old=0.9, R=2: inside, 1/2 * 1 = 0.5.  v=2, old=1, R=2: near 1.2, 1/2 * 0.64 = 0.32 (clipped).
     # v=3, old=1, R=0: near 1.2, max(9, 1.44) / 2 = 4.5.  The last is masked.
     values = f64([1.0, 2.0, 3.0, 50.0]).requires_grad_()
-    loss, stats = value_sum(
+    loss, stats = value_loss(
         values, f64([0.9, 1.0, 1.0, 0.0]), f64([2.0, 2.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 0]), clip_range=0.2
     )
     loss.backward()
@@ -149,7 +142,7 @@ def test_losses_agree_with_scalar_code(seed: int, clip: float, dual: float | Non
         for m, w, a, b, c in zip(mask, weights, new, old, advantage, strict=True)
     ]
     assert policy.item() == pytest.approx(sum(wanted), rel=1e-9, abs=1e-9)
-    value, _ = value_sum(f64(new), f64(old), f64(target), torch.tensor(mask), clip_range=clip)
+    value, _ = value_loss(f64(new), f64(old), f64(target), torch.tensor(mask), clip_range=clip)
     wanted = [m * value_term(a, b, c, clip) for m, a, b, c in zip(mask, new, old, target, strict=True)]
     assert value.item() == pytest.approx(sum(wanted), rel=1e-9, abs=1e-9)
 
@@ -173,7 +166,7 @@ def test_an_empty_mask_costs_nothing() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     ones, mask = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     policy, policy_stats = policy_loss(x, ones, ones, mask, clip_range=0.2, dual_clip=3.0, weights=ones)
-    value, value_stats = value_sum(x, ones, ones, mask, clip_range=0.2)
+    value, value_stats = value_loss(x, ones, ones, mask, clip_range=0.2)
     (policy + value).backward()
     assert (policy.item(), value.item()) == (0.0, 0.0)
     assert x.grad is not None
@@ -188,7 +181,7 @@ def both_losses(theta: Tensor, rows: list[int], data: Tensor, mask: Tensor) -> t
     """(sum of both losses, valid tokens) of some rows of a model with two parameters."""
     features, old, advantages, returns = data[:, rows]
     policy, _ = policy_loss(theta[0] * features, old, advantages, mask[rows], clip_range=0.2, dual_clip=3.0)
-    value, _ = value_sum(theta[1] * features, old, returns, mask[rows], clip_range=0.2)
+    value, _ = value_loss(theta[1] * features, old, returns, mask[rows], clip_range=0.2)
     return policy + 0.5 * value, mask[rows].sum()
 
 
@@ -236,9 +229,9 @@ def test_padding_changes_nothing(seed: int, extra: int) -> None:
     plain = policy_loss(new, old, advantages, mask, clip_range=0.2, dual_clip=3.0)
     padded = policy_loss(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2, dual_clip=3.0)
     torch.testing.assert_close(padded, plain)
-    plain_value = value_sum(new, old, advantages, mask, clip_range=0.2)
+    plain_value = value_loss(new, old, advantages, mask, clip_range=0.2)
     torch.testing.assert_close(
-        value_sum(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2), plain_value
+        value_loss(pad(new, 900), pad(old, -3), pad(advantages, 7), pad(mask, 0), clip_range=0.2), plain_value
     )
 
 
@@ -337,3 +330,25 @@ def test_cispo_has_no_dual_clip() -> None:
     plain, _ = policy_loss(*given, loss=cispo_loss, clip_range=0.2, dual_clip=None)
     found, stats = policy_loss(*given, loss=cispo_loss, clip_range=0.2, dual_clip=3.0)
     assert (found.item(), stats["dual_clip_count"].item()) == (plain.item(), 0)
+
+
+def test_cispo_clips_by_the_ratio_whatever_the_advantage() -> None:
+    # Ratios 1.1 and 1.5 against 1.2.
+    given = (f64([1.1, 1.5]).log(), f64([0.0, 0.0]), f64([-4.0, 0.25]), torch.ones(2))
+    _, stats = policy_loss(*given, loss=cispo_loss, clip_range=0.2, dual_clip=None)
+    assert stats["clip_count"].item() == 1
+
+
+def test_sums_over_replies() -> None:
+    x, valid = f64([1, 2, 4, 8, 16]), f64([1, 0, 1, 1, 0])
+    assert reply_sums(x, torch.tensor([0, 0, 0, 1, 2]), valid).tolist() == [5, 5, 5, 8, 0]
+    nothing = torch.tensor([], dtype=torch.int64)
+    assert reply_sums(f64([]), nothing, f64([])).tolist() == []
+
+
+def test_a_loss_that_is_not_one_of_each_token_is_named() -> None:
+    given = f64([-1.0, -2.0])
+    with pytest.raises(ValueError, match=r"^loss: it returned \[\]: it must return the loss of each token, \[2\]$"):
+        policy_loss(given, given, given, given, clip_range=0.2, dual_clip=None, loss=lambda t: t.logprobs.sum())
+    with pytest.raises(ValueError, match=r"^loss: it returned list: "):
+        policy_loss(given, given, given, given, clip_range=0.2, dual_clip=None, loss=lambda t: t.logprobs.tolist())

@@ -80,6 +80,11 @@ def test_statistics_are_of_what_there_is() -> None:
     disagreeing = SourceScores(disagreeing.values, disagreeing.applies, {"a": torch.tensor([0.5, 1.0])})
     assert statistics(disagreeing)["a"]["disagreement"] == 0.75
 
+    running = scores({"a": [1.0, 3.0, 4.0]})
+    running = SourceScores(running.values, running.applies, refused={"a": [True, False, True]})
+    assert statistics(running)["a"]["refused"] == 2.0
+    assert "refused" not in found["a"]
+
 
 def test_the_overlong_penalty_by_hand() -> None:
     # 16 tokens at most, the last 4 of them punished: a quarter for each.
