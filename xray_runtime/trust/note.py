@@ -81,8 +81,8 @@ class LogCheckpoint:
         line = SignatureLine(self.origin, _key_hash(signer.public_key), signature)
         return type(self)(self.origin, self.size, self.root, (*self.signatures, line))
 
-    def require_signer(self, keys: Iterable[SSlibKey]) -> None:
-        """Raises SignatureProblem unless one of these keys signed it."""
+    def require_signer(self, keys: Iterable[SSlibKey]) -> SSlibKey:
+        """The one of these keys that signed it. Raises SignatureProblem: none did."""
         from securesystemslib.exceptions import UnverifiedSignatureError
         from securesystemslib.signer import Signature
 
@@ -91,9 +91,10 @@ class LogCheckpoint:
             key = by_hash.get(line.key_hash)
             if key is not None and line.name == self.origin:
                 try:
-                    return key.verify_signature(Signature(key.keyid, line.signature.hex()), self.body)
+                    key.verify_signature(Signature(key.keyid, line.signature.hex()), self.body)
                 except UnverifiedSignatureError:
                     raise SignatureProblem("invalid", "the signature is not valid") from None
+                return key
         raise SignatureProblem("foreign", "no trusted key signed it")
 
 

@@ -4,7 +4,7 @@
     DIR/ORIGIN.checkpoint    the last checkpoint that it cosigned of a log; ORIGIN without its "xray.log/"
     DIR/trusted/*.pub        keys of the logs that it cosigns for others over HTTP
 
-It is such a directory, which the log's owner should not be able to write; or a server that has one (`xray witness
+It is such a directory, best on another disk, which the run's account writes; or a server that has one (`xray witness
 serve`, or any other that speaks https://c2sp.org/tlog-witness); or the copy of a checkpoint that a person kept.
 """
 
@@ -95,6 +95,8 @@ class DirectoryWitness:
     def _cosign(self, path: Path, old: int, proof: Sequence[bytes], checkpoint: LogCheckpoint) -> SignatureLine:
         known = LogCheckpoint.parse(read_bounded(path).decode()) if os.path.lexists(path) else None
         size, root = (known.size, known.root) if known is not None else (0, b"")
+        if known is not None:
+            checkpoint.require_signer(self._keys_of(known))
         if old != size:
             raise WitnessAhead(size)
         if not is_consistent(old, root, checkpoint.size, checkpoint.root, proof):
@@ -104,6 +106,13 @@ class DirectoryWitness:
         if known is None or known.size < checkpoint.size:
             write_atomic(path, f"{checkpoint}{line}")
         return line
+
+    def _keys_of(self, known: LogCheckpoint) -> Sequence[SSlibKey]:
+        """Those that may continue a log: the one that signed last, while it is trusted. Others are of other logs."""
+        try:
+            return [known.require_signer(self._keys)]
+        except SignatureProblem:
+            return self._keys
 
     def _path(self, origin: str) -> Path:
         name = origin.rpartition("/")[2]

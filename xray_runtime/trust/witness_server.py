@@ -46,7 +46,7 @@ def _handler(witness: DirectoryWitness) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
-            if self.path != PATH or not length.isdecimal() or int(length) > MAX_BYTES:
+            if self.path != PATH or not length.isdecimal() or len(length) > 9 or int(length) > MAX_BYTES:
                 status, text = 400, f"POST {PATH} with at most {MAX_BYTES} bytes\n"
             else:
                 status, text = respond(witness, self.rfile.read(int(length)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.trust.log_attacks import register
 from tests.unit.trust.synthetic import Lifecycle, copied
 
 
@@ -33,3 +34,11 @@ def fresh(untouched: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A copy of the untouched output under a name of one's own."""
 
     return lambda name="run": copied(untouched, tmp_path / name)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """A directory with nothing but a log of three entries."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    register(tmp_path / "run", "one", "two", "three")
+    return tmp_path / "run"

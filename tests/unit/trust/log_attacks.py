@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from securesystemslib.signer import SSlibKey
+
 from tests.unit.trust.synthetic import Lifecycle, copied
 from tests.unit.trust.tampering import (
     ALIAS_BY_HAND,
@@ -22,15 +24,17 @@ from tests.unit.trust.tampering import (
     sql,
     write_lines,
 )
-from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, read_lines
+from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, read_lines, view
 from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust import log
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import append, choose_witness, decide
+from xray_runtime.trust.merkle import MerkleTree
 from xray_runtime.trust.model_signature import sign_model
-from xray_runtime.trust.signing import signing_key
-from xray_runtime.trust.witness import DirectoryWitness
+from xray_runtime.trust.note import LogCheckpoint
+from xray_runtime.trust.signing import read_public, signing_key
+from xray_runtime.trust.witness import DirectoryWitness, read_log_checkpoint
 
 
 class Scene(NamedTuple):
@@ -190,6 +194,26 @@ def found_of(attack: Attack, source: Path, directory: Path) -> tuple[set[str], s
     key = str(DirectoryWitness(witnessed.witness).key())
     attack.change(witnessed)
     return found(alone.output), found(witnessed.output, witness=str(witnessed.witness), witness_key=key)
+
+
+def register(output: Path, *notes: str) -> LogCheckpoint:
+    for note in notes:
+        append(output, Left(note=note))
+    return read_log_checkpoint(output)
+
+
+def tree_of(output: Path) -> MerkleTree:
+    tree = MerkleTree()
+    tree.follow(view(output).heads)
+    return tree
+
+
+def keys_of(output: Path) -> list[Path]:
+    return [output / "keys" / "signing.pub"]
+
+
+def view_key(output: Path) -> SSlibKey:
+    return read_public(keys_of(output)[0]).key
 
 
 def table(sources: dict[bool, Path], directory: Path) -> str:

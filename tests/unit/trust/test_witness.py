@@ -9,21 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.unit.trust.commands import xray
-from tests.unit.trust.log_attacks import ATTACKS, Attack, found, found_of
+from tests.unit.trust.log_attacks import ATTACKS, Attack, found, found_of, keys_of, register, tree_of, view_key
 from tests.unit.trust.tampering import lines, rotated, write_lines
 from xray.deployments.service import free_port
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.log import COSIGNED, END, view
-from xray_runtime.kernel.evidence.view import Left
-from xray_runtime.trust.log import append, choose_witness, origin
-from xray_runtime.trust.merkle import MerkleTree
+from xray_runtime.trust.log import choose_witness, origin
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 from xray_runtime.trust.witness import (
     DirectoryWitness,
@@ -51,29 +50,6 @@ def test_the_table_in_the_docs_has_the_attacks() -> None:
     for row, attack in zip(rows, ATTACKS, strict=True):
         for cell, expected in zip(row[1:], (attack.alone, attack.witnessed), strict=True):
             assert f"`{expected}`" in cell if expected else cell.startswith("sound")
-
-
-def register(output: Path, *notes: str) -> LogCheckpoint:
-    for note in notes:
-        append(output, Left(note=note))
-    return read_log_checkpoint(output)
-
-
-def tree_of(output: Path) -> MerkleTree:
-    tree = MerkleTree()
-    tree.follow(view(output).heads)
-    return tree
-
-
-def keys_of(output: Path) -> list[Path]:
-    return [output / "keys" / "signing.pub"]
-
-
-@pytest.fixture
-def logged(tmp_path: Path) -> Path:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    register(tmp_path / "run", "one", "two", "three")
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -117,12 +93,6 @@ def test_a_witness_cosigns_what_continues_and_nothing_else(logged: Path, tmp_pat
     register(tmp_path / "other", "one")
     with pytest.raises(WitnessProblem, match="no trusted key"):
         witness.cosign(0, [], read_log_checkpoint(tmp_path / "other"))
-
-
-def view_key(output: Path) -> object:
-    from xray_runtime.trust.signing import read_public
-
-    return read_public(keys_of(output)[0]).key
 
 
 def test_each_entry_is_shown_to_the_witness(logged: Path, tmp_path: Path) -> None:
@@ -186,6 +156,11 @@ def test_a_server_answers_what_is_no_request(server: tuple[str, str], logged: Pa
         answer = httpx.post(address + path, content=body)
         assert (path, body[:20], answer.status_code) == (path, body[:20], status)
     assert httpx.get(address).status_code == 501
+    connection = HTTPConnection(address.removeprefix("http://"), timeout=20)
+    connection.putrequest("POST", "/add-checkpoint")
+    connection.putheader("Content-Length", "9" * 5000)
+    connection.endheaders()
+    assert connection.getresponse().status == 400
 
 
 def test_a_server_that_lies_is_named(logged: Path, tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.unit.trust.commands import bundled, xray
-from tests.unit.trust.log_attacks import found
+from tests.unit.trust.log_attacks import found, register, tree_of, view_key
 from tests.unit.trust.tampering import lines, write_lines
-from tests.unit.trust.test_witness import logged, register
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import SignatureProblem, Verifier
 from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, view
@@ -28,8 +27,6 @@ from xray_runtime.trust.log import _RETRY_AT, choose_witness, origin
 from xray_runtime.trust.merkle import is_consistent
 from xray_runtime.trust.note import LogCheckpoint
 from xray_runtime.trust.witness import DirectoryWitness, ServerWitness, WitnessProblem, read_log_checkpoint
-
-__all__ = ["logged"]
 
 
 @pytest.fixture
@@ -248,3 +245,19 @@ def test_the_audits_that_ask_no_witness_refuse_one(bare: Path, tmp_path: Path) -
     ):
         done = xray("audit", *arguments)
         assert (done.exit_code, field in done.output) == (2, True), (arguments, done.output)
+
+
+def test_the_key_of_one_log_does_not_continue_another(logged: Path, tmp_path: Path) -> None:
+    """A server trusts both keys, and the other log's owner has read the hashes of this one."""
+    register(tmp_path / "other", "one")
+    own, other = view_key(logged), view_key(tmp_path / "other")
+    (tmp_path / "w").mkdir()
+    witness, known, tree = DirectoryWitness(tmp_path / "w", [own, other]), read_log_checkpoint(logged), tree_of(logged)
+    witness.key().require(known, witness.cosign(0, [], known))
+    tree.add(b"x" * 32)
+    private = (tmp_path / "other" / "keys" / "signing.pem").read_bytes()
+    forged, proof = LogCheckpoint(known.origin, 4, tree.root(4)).signed(private), tree.consistency(3, 4)
+    with pytest.raises(WitnessProblem, match="no trusted key"):
+        witness.cosign(3, proof, forged)
+    # As after a rotation, when the old key is no longer trusted.
+    DirectoryWitness(tmp_path / "w", [other]).cosign(3, proof, forged)
