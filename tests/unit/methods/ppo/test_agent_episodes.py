@@ -231,10 +231,19 @@ def test_hashed_tokens_are_not_kept_as_episodes_either(validated: PPOInputs, tmp
     assert not (tmp_path / "out" / EPISODES).exists()
 
 
+def test_an_agent_is_refused_where_its_requests_would_lack_the_rows_pictures(
+    inputs: PPOInputs, tmp_path: Path, message_texts: Messages
+) -> None:
+    data = Path(shutil.copytree(inputs.prompts.path, tmp_path / "data"))
+    (data / "pictures").mkdir()
+    with message_texts.raises(ValueError):
+        played(replace(inputs, prompts=Dataset(data)), tmp_path / "out")
+
+
 def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path: Path) -> None:
     """Both are version 0, and have the same seeds, prompts and journal."""
     config = EvaluationConfig(environment={"agent": f"{HERE}:two_turns", "max_tokens": 256}, max_new_tokens=16)
-    stage: Any = Stage("compare", 7, config, None, RuntimeConfig(), None, kept=tmp_path)  # type: ignore[arg-type]
+    stage: Any = Stage("compare", 7, config, inputs, RuntimeConfig(), None, kept=tmp_path)  # type: ignore[arg-type]
     tokenizer, texts = load_tokenizer(inputs.policy.path), {"champion": "ti", "candidate": "ha"}
     prompts = [([{"role": "user", "content": "question number 1"}], [5, 6])]
 

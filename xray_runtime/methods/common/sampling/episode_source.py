@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.batch import Rollout
-from xray_runtime.methods.common.environment import EPISODE_SOURCES, AgentConfig, EnvironmentConfig, environment_of
+from xray_runtime.methods.common.environment import (
+    EPISODE_SOURCES,
+    TEXTS_ALONE,
+    AgentConfig,
+    EnvironmentConfig,
+    environment_of,
+)
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 
 if TYPE_CHECKING:
@@ -116,10 +123,15 @@ def in_flight_of(stage: Stage[Any, Any], episodes: EpisodeSampler | None, prompt
 
 @contextmanager
 def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
-    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
+    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither.
+
+    Raises ValueError: the stage's rows have pictures, and an agent would call the policy without them.
+    """
     environment = environment_of(setup.stage.config)
     if environment is None:
         yield None
         return
+    if isinstance(environment, AgentConfig) and picture_folders(setup.stage.inputs):
+        raise ValueError(f"{setup.stage.name}.environment: {TEXTS_ALONE}")
     with source_of(environment).open(setup) as episodes:
         yield episodes
