@@ -165,11 +165,8 @@ def test_estimators_are_tried_on_a_rollout_that_could_be() -> None:
         assert not of_tokens[~plain.mask].any()
         assert of_tokens[plain.mask].unique().numel() == 23
     assert all((x[plain.mask] < -0.5).all() for x in logprobs)
-    assert (plain.sources.shape, plain.source_weights.shape, bool((plain.source_weights > 0).all())) == (
-        (8, 2),
-        (2,),
-        True,
-    )
+    assert (plain.sources.shape, plain.source_weights.shape) == ((8, 2), (2,))
+    assert (plain.source_weights > 0).all()
     level, other = plain.column("level"), plain.column("other")
     assert len({*level.tolist(), *other.tolist()}) == 16
     of_replies = plain.scores, plain.bootstrap_values, plain.sources, plain.source_weights, level

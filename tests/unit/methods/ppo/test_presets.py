@@ -80,6 +80,8 @@ def of_tokens(
         ("prime_rl", 0.75, 0.5, 1.0, -1.5 * math.log(0.75) + 0.1644020e-3, -1.5 + 0.8109302e-3),
         ("prime_rl", 0.9, 0.5, 1.0, 0.3454932e-3, 1.1755733e-3),
         ("prime_rl", 0.9, 0.5, -1.0, 0.3454932e-3, 1.1755733e-3),
+        # ρ = 30 counts in full: ln 30 = 3.4011974, its square 11.5681437.
+        ("prime_rl", 0.3, 0.01, 1.0, -30 * math.log(0.3) + 11.5681437e-3, -30 + 6.8023948e-3),
         # −1.5 + .5 · .5² / 25 = −1.495; ρ (−A + |A| (π − μ) / δ) = 1.5 (−1 + .25 / 12.5) = −1.47.
         ("drpo", 0.75, 0.5, 1.0, -1.495, -1.47),
         ("drpo", 0.25, 0.5, -1.0, 0.505, 0.49),
@@ -128,6 +130,11 @@ def test_vespo_of_a_reply() -> None:
     # ln W = .3, W = 1.3498588: φ = e^{.6 + 3 (1 − 1.3498588)} = e^{−.4495764} = .6378981; the other reply is by itself.
     _, gradient = of_tokens("vespo", *from_ratios([0.1, -0.2, 0.4, 0.0]), [1.0] * 4, [0, 0, 0, 1])
     assert gradient == [number(-0.6378983)] * 3 + [number(-1.0)]
+    # An advantage below 1 is one too. W is at least 1e-8: φ = 1e-16 e^3.
+    _, gradient = of_tokens("vespo", *from_ratios([math.log(1.5)]), [0.5])
+    assert gradient == [number(-0.2510214)]
+    _, gradient = of_tokens("vespo", *from_ratios([-15.0, -15.0]), [1.0] * 2, [0, 0])
+    assert gradient == [pytest.approx(-2.0085536e-15, rel=1e-6, abs=0.0)] * 2
 
 
 def test_luspo_counts_a_reply_once_for_each_token() -> None:
@@ -177,6 +184,8 @@ def test_max_rl_and_the_lesson() -> None:
     # μ = ¼: (1 − ¼) / ¼ = 3, and −1. Nothing solved, or all: 0.
     inputs = rollout([1.0, 0, 0, 0] + [0.0] * 4 + [1.0] * 4, [0] * 4 + [1] * 4 + [2] * 4)
     assert advantages("max_rl", inputs) == [3.0, -1.0, -1.0, -1.0] + [0.0] * 8
+    # No mean to divide by.
+    assert advantages("max_rl", rollout([1.0, -1.0, -3.0, 1.0], [0, 0, 1, 1])) == [0.0] * 4
     assert importlib.import_module("examples.lessons.04_own_algorithm").max_rl(inputs).tolist() == advantages(
         "max_rl", inputs
     )
