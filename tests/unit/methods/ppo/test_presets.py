@@ -76,6 +76,8 @@ def of_tokens(
         ("dppo_kl", 0.75, 0.5, 1.0, 0.0, 0.0),
         ("dppo_kl", 0.75, 0.5, -1.0, 1.5 * math.log(0.75), 1.5),
         ("dppo_kl", 0.55, 0.5, 1.0, -1.1 * math.log(0.55), -1.1),
+        ("dppo_kl", 0.25, 0.5, -1.0, 0.0, 0.0),
+        ("dppo_kl", 0.25, 0.5, 1.0, -0.5 * math.log(0.25), -0.5),
         # ln 1.5 = .4054651, its square .1644020; ln 1.8 = .5877867, its square .3454932; twice that times τ is added.
         ("prime_rl", 0.75, 0.5, 1.0, -1.5 * math.log(0.75) + 0.1644020e-3, -1.5 + 0.8109302e-3),
         ("prime_rl", 0.9, 0.5, 1.0, 0.3454932e-3, 1.1755733e-3),
@@ -85,10 +87,12 @@ def of_tokens(
         # −1.5 + .5 · .5² / 25 = −1.495; ρ (−A + |A| (π − μ) / δ) = 1.5 (−1 + .25 / 12.5) = −1.47.
         ("drpo", 0.75, 0.5, 1.0, -1.495, -1.47),
         ("drpo", 0.25, 0.5, -1.0, 0.505, 0.49),
+        ("drpo", 0.75, 0.5, 2.0, -2.99, -2.94),
         # 4 σ(0) = 2 with slope 4 · ¼; 4 σ(1) = 2.9242343 with slope 4 · .1966119 · 2; (4 / 1.05) σ(0) = 1.9047619.
         ("sapo", 0.5, 0.5, 1.0, -2.0, -1.0),
         ("sapo", 0.8, 0.4, 1.0, -2.9242343, -1.5728955),
         ("sapo", 0.5, 0.5, -1.0, 1.9047619, 1.0),
+        ("sapo", 0.8, 0.4, 2.0, -5.8484686, -3.1457909),
         # One token: W = 1.5, φ = 1.5² e^{3 (1 − 1.5)} = 2.25 · .2231302 = .5020429; A < 0: 3.375 e^{−1} = 1.2415931.
         ("vespo", 0.75, 0.5, 1.0, -0.5020429 * math.log(0.75), -0.5020429),
         ("vespo", 0.75, 0.5, -1.0, 1.2415931 * math.log(0.75), 1.2415931),
@@ -124,6 +128,13 @@ def test_gmpo_of_a_reply() -> None:
     # A < 0: .1, −.2 and −.6, cut to −.4: mean −.1666667.
     losses, gradient = of_tokens("gmpo", *from_ratios([0.1, -0.2, -0.6]), [-1.0] * 3, [0, 0, 0])
     assert (losses, gradient[2]) == ([number(0.8464817)] * 3, number(0.0))
+    loss = PRESETS.get("gmpo").loss
+    assert loss is not None
+    new, ones = torch.tensor([0.1, 0.5, -0.5]), torch.ones(3)
+    made = loss(PolicyLossInputs(new, ones, ones, torch.arange(3), 0.4, 0.4, None, {"old_logprobs": torch.zeros(3)}))
+    assert isinstance(made, TokenLoss)
+    assert made.clipped is not None
+    assert made.clipped.tolist() == [False, True, False]
 
 
 def test_vespo_of_a_reply() -> None:
