@@ -263,10 +263,11 @@ def test_reads_name_what_is_not_there() -> None:
     assert loss_reads(lambda t: t.rollout_log_ratio * t.column("level")) == {"rollout_logprobs", "column level"}
     assert advantage_reads(lambda r: r.scores * r.versions) == {"versions"}
     said = "teacher_logprobs is not allowed: it needs a teacher, which no method has"
-    with pytest.raises(ValueError, match=f"^loss: mine: {said}$"):
-        loss_reads(lambda t: t.teacher_logprobs, "mine")
-    with pytest.raises(ValueError, match=f"^advantages: mine: {said}$"):
-        advantage_reads(lambda r: r.teacher_logprobs, "mine")
+    for name, given in (("mine", ("mine",)), ("it", ())):
+        with pytest.raises(ValueError, match=f"^loss: {name}: {said}$"):
+            loss_reads(lambda t: t.teacher_logprobs, *given)
+        with pytest.raises(ValueError, match=f"^advantages: {name}: {said}$"):
+            advantage_reads(lambda r: r.teacher_logprobs, *given)
 
 
 @pytest.mark.parametrize(
