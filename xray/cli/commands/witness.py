@@ -22,7 +22,7 @@ command = typer.Typer(no_args_is_help=True, help="Keep the signed log from being
 @command.command()
 def use(
     address: Annotated[
-        str, typer.Argument(metavar="WITNESS", help="A directory that the run's account should not own, or http[s]://…")
+        str, typer.Argument(metavar="WITNESS", help="A directory the run's account should not own, or an address.")
     ],
     output: Root,
     key: Annotated[str | None, typer.Option(help="Public key of a server, which it prints.")] = None,
