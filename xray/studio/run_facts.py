@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xray.studio.studio import DAMAGED
-from xray_runtime.kernel.graph.kind import Series
+from xray_runtime.kernel.graph.kind import Series, StageKind
 from xray_runtime.kernel.graph.kinds import all_kinds, find_kind
 from xray_runtime.kernel.report.cards import Card, cards, sparkline
 from xray_runtime.kernel.report.figures import read_metrics
@@ -85,10 +85,10 @@ def timeline(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for stage, end in zip(stages, ends, strict=True)
     ]
     begin = min((span[0] for span in spans if span), default=0.0)
-    whole = max((span[1] for span in spans if span), default=0.0) - begin or 1.0
+    total = max((span[1] for span in spans if span), default=0.0) - begin or 1.0
     return [
         {"stage": stage, "took": duration(stage["computed_seconds"])}
-        | ({"x": 100 * (span[0] - begin) / whole, "width": max(100 * (span[1] - span[0]) / whole, 0.4)} if span else {})
+        | ({"x": 100 * (span[0] - begin) / total, "width": max(100 * (span[1] - span[0]) / total, 0.4)} if span else {})
         for stage, span in zip(stages, spans, strict=True)
     ]
 
@@ -108,6 +108,7 @@ def curves(series: Series, kind: str | None) -> dict[str, Any]:
         kind: None: the stage is at work, and has the panels that show most of its curves.
     """
     drawn = {name for name, points in series.items() if len(points) > 1}
+    known: StageKind[Any] | None
     if kind is None:
         known = max(all_kinds(), key=lambda each: sum(n in drawn for _, names in each.panels for n in names))
     else:

@@ -4,8 +4,8 @@
     DIR/ORIGIN.checkpoint    the last checkpoint that it cosigned of a log; ORIGIN without its "xray.log/"
     DIR/trusted/*.pub        keys of the logs that it cosigns for others over HTTP
 
-It is such a directory, which the log's owner should not be able to write; or a server that has one (`xray witness
-serve`, or any other that speaks https://c2sp.org/tlog-witness); or the copy of a checkpoint that a person kept.
+A witness is such a directory, which the log's owner should not be able to write to; a server that has one (`xray
+witness serve`, or any other by https://c2sp.org/tlog-witness); or the copy of a checkpoint that a person kept.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DirectoryWitness:
             )
         key = serialization.load_pem_private_key(read_bounded(path), None)
         if not isinstance(key, Ed25519PrivateKey):
-            raise ValueError(f"{path} is no Ed25519 key")
+            raise ValueError(f"{path} is not an Ed25519 key")
         return key
 
 
@@ -167,7 +167,7 @@ class KeptCheckpoint:
     def cosign(self, old: int, proof: Sequence[bytes], checkpoint: LogCheckpoint) -> None:
         kept = self._kept
         if checkpoint.origin != kept.origin:
-            raise LogContradicted(f"the log is {checkpoint.origin}, and the kept checkpoint of {kept.origin}")
+            raise LogContradicted(f"the log is {checkpoint.origin}, but the kept checkpoint is of {kept.origin}")
         if old != kept.size:
             raise WitnessAhead(kept.size)
         if not is_consistent(old, kept.root, checkpoint.size, checkpoint.root, proof):
@@ -221,7 +221,7 @@ def present(
             raise WitnessProblem(f"it has never cosigned {checkpoint.origin}")
         if known > size:
             raise LogContradicted(f"the log has {size} entries, and the witness knows {known}")
-    raise WitnessProblem("it cosigns another process's checkpoints meanwhile")
+    raise WitnessProblem("another process has it cosign this log's checkpoints at the same time")
 
 
 def cosign_log(
