@@ -1,6 +1,6 @@
 """Which changes of the code does no test notice? `make mutants`, with mutmut.
 
-Of `algorithms` every change that mutmut knows is tried. Of the guards in other folders (`GUARDS`) one in `ONE_IN` is,
+Of `ALL` every change that mutmut knows is tried. Of the guards in other folders (`GUARDS`) one in `ONE_IN` is,
 of those that decide something: an operator, a number, a constant, an argument by name. The digest of
 the name of its function draws it: an edit of another function changes nothing, and neither does a move of the module.
 Each is run against the tests of its module.
@@ -37,6 +37,7 @@ MUTMUT = Path(sys.executable).with_name("mutmut")
 NOTICED = {"killed", "timeout"}
 """Of what mutmut says of a mutant; all else survives, or was not tested."""
 
+ALL = ("algorithms", "methods/ppo/presets")
 ONE_IN = 6
 GUARDS = {
     "kernel/evidence/envelope": "trust/test_signing.py",
@@ -177,8 +178,10 @@ def main() -> int:
     os.chdir(ROOT)
     # As many as hypothesis tries by itself; `make unit` tries fewer.
     os.environ.setdefault("XRAY_TEST_EXAMPLES", "100")
-    subprocess.run([MUTMUT, "run", *(sys.argv[1:] or ["xray_runtime.algorithms.*"])], check=True)
-    codes = codes_in((CHANGED / "algorithms").rglob("*.meta"))
+    subprocess.run(
+        [MUTMUT, "run", *(sys.argv[1:] or [f"xray_runtime.{path.replace('/', '.')}.*" for path in ALL])], check=True
+    )
+    codes = codes_in(file for path in ALL for file in (CHANGED / path).rglob("*.meta"))
     noticed = {name: status_by_exit_code[code] in NOTICED for name, code in codes.items()} | tried(sample())
     survivors = {change(name) for name, was_noticed in noticed.items() if not was_noticed}
     listed = tomllib.loads((ROOT / "tests" / "survivors.toml").read_text(encoding="utf-8"))

@@ -60,7 +60,10 @@ def named_base(directory: Path) -> str | None:
         ValueError: it names none.
     """
     file = directory / "adapter_config.json"
-    if not file.is_file() or (directory / "config.json").is_file():
+    try:
+        if not file.is_file() or (directory / "config.json").is_file():
+            return None
+    except OSError:  # no path, or one that must not be read: whoever reads the model says so
         return None
     try:
         base = json.loads(file.read_bytes())["base_model_name_or_path"]

@@ -6,19 +6,28 @@ digest. That one lies beside it, and may be such a checkpoint itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock
 
 from xray_runtime.kernel.files import sync
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.models.adapter_files import adapter_files, read_fields
 from xray_runtime.models.weight_files import copy_weights, overwrite, tensors_in, weight_files
+
+PREFIX, LOCK = "xray-whole-", ".lock"
+UNLOCKED_SECONDS = 60.0
+"""An older directory without a held lock was left behind."""
 
 
 class Base(NamedTuple):
@@ -99,6 +108,19 @@ def write_model(directory: Path, sha256: str, out: Path) -> None:
 
 @contextmanager
 def opened_model(directory: Path) -> Iterator[Path]:
-    """`full_model`, in a directory that is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="xray-whole-") as scratch:
+    """`full_model`, in a directory that is removed at the end, or by the next call if this process is killed."""
+    _remove_left_behind()
+    # Locked within a moment of its creation, until this process ends.
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as scratch, FileLock(Path(scratch, LOCK)):
         yield full_model(directory, Path(scratch))
+
+
+def _remove_left_behind() -> None:
+    """Remove whole models of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # such as filelock's Timeout
+            status = left.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and time.time() - status.st_mtime > UNLOCKED_SECONDS:
+                with FileLock(left / LOCK, timeout=0):
+                    shutil.rmtree(left)

@@ -73,7 +73,7 @@ def append(
     if chosen is not None and time.monotonic() >= _RETRY_AT.get(output, 0.0):
         try:
             _cosign(output, chosen, private)
-        except WitnessProblem as problem:
+        except ValueError as problem:
             _RETRY_AT[output] = time.monotonic() + RETRY_S
             LOGGER.error("%s: the log's witness %s: %s", output, chosen.address, problem)
 
@@ -89,6 +89,8 @@ def choose_witness(output: Path, address: str, key: WitnessKey | None, *, by: st
     """
     try:
         if not is_server(address):
+            if not address or "://" in address or Path(address).resolve().is_relative_to(output.resolve()):
+                raise WitnessProblem("must be http[s]://… or a directory outside of --output")
             Path(address).mkdir(mode=0o700, parents=True, exist_ok=True)
             address = str(Path(address).resolve())
             key = DirectoryWitness(Path(address), []).key()

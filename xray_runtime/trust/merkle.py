@@ -92,7 +92,8 @@ def is_consistent(old: int, old_root: bytes, size: int, root: bytes, proof: Sequ
     if old == 0 or old >= size:
         return not proof and old <= size and (old < size or old_root == root)
     path = [old_root, *proof] if old & (old - 1) == 0 else list(proof)
-    if not path:
+    # Bytes moved from one side of a node to the other would give the same hash.
+    if not path or any(len(sibling) != len(root) for sibling in path):
         return False
     number, last = old - 1, size - 1
     while number & 1:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 COSIGNATURE = b"\x04"
 """The type of a witness's key."""
+FRESH_S = 3600
+"""A cosignature of another time, by the clock here, may be one that somebody kept and repeats."""
 
 
 class SignatureLine(NamedTuple):
@@ -67,7 +69,8 @@ class LogCheckpoint:
             checkpoint = cls(origin, int(size), base64.b64decode(root, validate=True), tuple(_lines(tail)))
         except ValueError:
             raise SignatureProblem("malformed", "it is not a checkpoint of a log") from None
-        if not checkpoint.signatures or str(checkpoint) != text or len(checkpoint.root) != hashlib.sha256().digest_size:
+        is_complete = checkpoint.size > 0 and len(checkpoint.root) == hashlib.sha256().digest_size
+        if not checkpoint.signatures or str(checkpoint) != text or not is_complete:
             raise SignatureProblem("malformed", "it is not a checkpoint of a log")
         return checkpoint
 
@@ -120,8 +123,8 @@ class WitnessKey(NamedTuple):
             pass
         raise ValueError(f"{text!r} is not allowed: must be NAME+HASH+KEY, as the witness prints it")
 
-    def require(self, checkpoint: LogCheckpoint, line: SignatureLine) -> None:
-        """Raises SignatureProblem unless a line is this witness's cosignature of a checkpoint."""
+    def require(self, checkpoint: LogCheckpoint, line: SignatureLine, *, is_fresh: bool = False) -> None:
+        """Raises SignatureProblem unless a line is this witness's cosignature of a checkpoint, perhaps one made now."""
         stamp, signature = line.signature[:8], line.signature[8:]
         if (line.name, line.key_hash) != (self.name, self.key_hash):
             raise SignatureProblem("foreign", f"another witness cosigned it ({line.name})")
@@ -130,6 +133,8 @@ class WitnessKey(NamedTuple):
             key.verify(signature, _cosigned(int.from_bytes(stamp), checkpoint))
         except InvalidSignature:
             raise SignatureProblem("invalid", "the cosignature is not valid") from None
+        if is_fresh and abs(int.from_bytes(stamp) - time.time()) > FRESH_S:
+            raise SignatureProblem("invalid", "the cosignature is not of the last hour (or a clock is wrong)")
 
 
 def cosign(checkpoint: LogCheckpoint, name: str, private: Ed25519PrivateKey) -> SignatureLine:

@@ -14,6 +14,7 @@ import base64
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -81,15 +82,18 @@ class DirectoryWitness:
         try:
             checkpoint.require_signer(self._keys)
             path = self._path(checkpoint.origin)
+            # A log may name any directory: an audit makes nothing there.
+            if not (self.directory / PRIVATE).is_file():
+                raise WitnessProblem(f"there is no witness in {self.directory}")
             with FileLock(self.directory / "witness.lock"):
                 return self._cosign(path, old, proof, checkpoint)
-        except SignatureProblem as problem:
-            raise WitnessProblem(str(problem)) from None
-        except OSError as error:
-            raise WitnessProblem(f"{self.directory} cannot be used ({error.strerror})") from None
+        except WitnessProblem:
+            raise
+        except (OSError, ValueError) as error:
+            raise WitnessProblem(f"{self.directory} cannot be used ({first_line(error)})") from None
 
     def _cosign(self, path: Path, old: int, proof: Sequence[bytes], checkpoint: LogCheckpoint) -> SignatureLine:
-        known = LogCheckpoint.parse(read_bounded(path).decode()) if path.exists() else None
+        known = LogCheckpoint.parse(read_bounded(path).decode()) if os.path.lexists(path) else None
         size, root = (known.size, known.root) if known is not None else (0, b"")
         if old != size:
             raise WitnessAhead(size)
@@ -117,7 +121,10 @@ class DirectoryWitness:
             write_new(
                 path, Ed25519PrivateKey.generate().private_bytes(encoding, form, serialization.NoEncryption()), 0o600
             )
-        key = serialization.load_pem_private_key(read_bounded(path), None)
+        try:
+            key = serialization.load_pem_private_key(read_bounded(path), None)
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from None
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"{path} is not an Ed25519 key")
         return key
@@ -143,7 +150,7 @@ class ServerWitness:
                 status, text = response.status_code, read(response, TIMEOUT_S).decode(errors="replace")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise WitnessProblem(f"{self._address} does not answer ({type(error).__name__})") from None
-        if status == 409 and text.strip().isdecimal():
+        if status == 409 and re.fullmatch("[0-9]{1,18}", text.strip()):
             raise WitnessAhead(int(text))
         if status == 422:
             raise LogContradicted(" ".join(text.split())[:200])
@@ -212,6 +219,8 @@ def present(
     Raises WitnessProblem: it knows another or a longer log, or none; or cannot be asked.
     """
     size = checkpoint.size
+    if size > len(tree):
+        raise WitnessProblem(f"its checkpoint is of {size} entries, and {len(tree)} can be read")
     for _ in range(2):
         try:
             return witness.cosign(known, tree.consistency(known, size), checkpoint)
@@ -233,7 +242,7 @@ def cosign_log(
     *,
     is_new: bool = False,
 ) -> None:
-    """Write `log.cosigned`, if there is news. Raises WitnessProblem."""
+    """Write `log.cosigned`. Raises WitnessProblem."""
     known = 0
     with contextlib.suppress(WitnessProblem):
         known = read_log_checkpoint(output, COSIGNED).size
@@ -244,8 +253,10 @@ def cosign_log(
         key.require(checkpoint, line)
     except SignatureProblem as problem:
         raise WitnessProblem(str(problem)) from None
-    if known != checkpoint.size:
+    try:
         write_atomic(output / COSIGNED, f"{checkpoint}{line}")
+    except OSError as error:
+        raise WitnessProblem(f"{COSIGNED} cannot be written ({error.strerror})") from None
 
 
 def request_text(old: int, proof: Sequence[bytes], checkpoint: LogCheckpoint) -> str:

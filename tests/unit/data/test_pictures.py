@@ -29,6 +29,9 @@ from xray_runtime.data.pictures import (
     shown_picture,
 )
 from xray_runtime.data.published_pictures import as_html
+from xray_runtime.data.reading.forms import usual
+from xray_runtime.data.reading.pictures import PictureFolder
+from xray_runtime.data.reading.records import prompt_and_replies
 from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -178,6 +181,24 @@ def test_content_parts(tmp_path: Path) -> None:
     assert {len(pair.prompt[0]["pictures"]) for pair in train} == {2}
 
 
+@pytest.mark.parametrize("more", [{}, {"image": None, "text": None}], ids=["as written", "as in a table"])
+def test_parts_whose_picture_is_in_the_column(tmp_path: Path, more: dict[str, None]) -> None:
+    parts = [{"type": "image", **more}, {"type": "text", "text": "what?"}]
+    record = {"images": [picture(1)], "messages": [{"role": "user", "content": parts}, ANSWER]}
+    found = usual("", PictureFolder(tmp_path / "pictures", None).store("", record))
+    [(prompt, _)] = prompt_and_replies("", found, None)
+    assert [one["sha256"] for one in prompt[0]["pictures"]] == [sha256(picture(1))]
+    # The id decides on which side a conversation is, so every process must find the same.
+    assert " at 0x" not in repr(found)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_row_of_text_among_rows_with_pictures(tmp_path: Path, column: str, value: object) -> None:
+    record = {"prompt": "why?", "completion": "so"}
+    assert PictureFolder(tmp_path, None).store("", record | {column: value}) == record
+
+
 def test_pictures_of_dropped_rows_are_not_kept(tmp_path: Path) -> None:
     contents, plain = rows(tmp_path / "pictures")
     records = [row | {"image": f"{n}.png"} for n, row in enumerate(plain)]
@@ -226,6 +247,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "path": "0.png"}]}]},
         "line 2: message 2 of messages has a picture and role 'assistant'; allowed: user",
     ),
+    ({"image": "iVBORw0K" * 1000}, "line 2: image 1: the picture 'iVBORw0KiVBORw0K"),
+    ({"image": "a\0b"}, "line 2: image 1: the picture 'a\\x00b' does not exist in data.pictures"),
 ]
 
 

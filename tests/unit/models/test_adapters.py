@@ -17,7 +17,7 @@ from tests.unit.models.families import model
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
-from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.config import PretrainedBase, named_base
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
@@ -215,3 +215,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     write_adapter(adapter, lora, {})
     with pytest.raises(ValueError, match=r"model = '.*' is not allowed: its adapter_config\.json names no base model"):
         PretrainedBase(model=str(adapter))
+
+
+def test_what_is_no_path_is_no_adapter() -> None:
+    assert named_base(Path("a" * 5000)) is None

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +100,28 @@ def test_a_base_that_is_not_the_named_one_is_refused(store: Store, tmp_path: Pat
     base.path.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"cannot be read: .* is missing"), opened_model(one.path):
         pass
+
+
+def test_the_whole_models_of_killed_processes_are_removed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, one, _ = refs(store, tmp_path)
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    code = (
+        "import os, pathlib, signal, sys; from xray_runtime.models.merging import opened_model\n"
+        "with opened_model(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"TMPDIR": str(place)}
+    killed = subprocess.run([sys.executable, "-c", code, str(one.path)], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = place.iterdir()
+    with opened_model(base.path):
+        assert left.is_dir()  # so young that its process might not have locked it yet
+    with opened_model(one.path) as held:
+        for each in (left, held.parent):
+            os.utime(each, (0, 0))
+        with opened_model(base.path):
+            assert (left.exists(), held.is_dir()) == (False, True)
+    assert not list(place.iterdir())

@@ -16,9 +16,12 @@ from tests.unit.trust.synthetic import NAME, Lifecycle, copied, decided, evaluat
 from tests.unit.trust.tampering import place, restated
 from xray.flows.promote import review_markdown
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.log import END, LOG
+from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.reference import LineageStore, champion_of, open_lineage_store, resolve
 from xray_runtime.methods.evaluate.config import EvaluationConfig, PromotionConfig
 from xray_runtime.trust.gates import check_gates, gates_for
+from xray_runtime.trust.log import append, choose_witness
 from xray_runtime.trust.promotion import (
     NotPromoted,
     PromotionReview,
@@ -70,6 +73,32 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(second: Path) -> None:
     ]
     # Nothing is checked of who was champion before.
     assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {})
+
+
+def test_a_witness_that_does_not_vouch_for_the_log_refuses(second: Path, tmp_path: Path) -> None:
+    """Gone; then back, and the log set back to before its last entry, as the key's owner signed it then."""
+    witness = tmp_path / "witness"
+    choose_witness(second, str(witness), None, by="Ada")
+    gates = {"min_win_rate": 0.4, "max_regression": 0.2}
+    witness.rename(tmp_path / "away")
+    with pytest.raises(NotPromoted, match="witness-silent"):
+        promoted(second, "ppo-3", "compare", **gates)
+    (tmp_path / "away").rename(witness)
+    before = {name: (second / name).read_bytes() for name in (LOG, END)}
+    append(second, Left(note="newest"))
+    kept = {name: (second / name).read_bytes() for name in before}
+    for name, content in before.items():
+        (second / name).write_bytes(content)
+    with pytest.raises(NotPromoted, match="log-shorter"):
+        promoted(second, "ppo-3", "compare", **gates)
+    assert aliases(second) == {"candidate": "2", "champion": "1"}
+    for name, content in kept.items():
+        (second / name).write_bytes(content)
+    promoted(second, "ppo-3", "compare", **gates)
+    assert aliases(second)["champion"] == "2"
+    witness.rename(tmp_path / "away")
+    with pytest.raises(NotPromoted, match="witness-silent"):
+        roll_back(open_lineage_store(second, None), name=NAME, by="a person", note="worse than it looked")
 
 
 def test_prefect_gets_no_texts(fresh: Callable[[], Path]) -> None:

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from base64 import b64decode
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,11 +19,13 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.unit.trust.commands import bundled, place
-from tests.unit.trust.tampering import flip
+from tests.unit.trust.tampering import flip, rotated
 from xray_runtime.kernel.evidence.envelope import new_private_key, public_half
+from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG
 from xray_runtime.kernel.evidence.view import Left
-from xray_runtime.trust.log import append, choose_witness
-from xray_runtime.trust.note import WitnessKey
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.trust.log import append, choose_witness, decide
+from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 
 PAGE = Path(__file__).parents[3] / "docs" / "verify-without-xray.md"
 OURS = ("xray", "xray_runtime", "flows", "tasks", "deployments")
@@ -122,3 +126,39 @@ def test_a_change_is_noticed(change: str, script: Path, unpacked: tuple[Path, Pa
     bundle, public, key = unpacked
     CHANGES[change](bundle)
     assert stranger(script, bundle, public, key).returncode == 1
+
+
+def test_a_log_that_was_put_back_has_the_time_of_its_witness(script: Path, bare: Path, tmp_path: Path) -> None:
+    """As the page says: it verifies, and the time is the older one."""
+    key = choose_witness(bare, str(tmp_path / "witness"), None, by="Ada")
+    older = {name: (bare / name).read_bytes() for name in (LOG, END, COSIGNED)}
+    [line] = LogCheckpoint.parse(older[COSIGNED].decode()).signatures[1:]
+    append(bare, Left(note="later"))
+    for name, content in older.items():
+        (bare / name).write_bytes(content)
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    done = stranger(script, tmp_path / "bundle", bare / "keys" / "signing.pub", key)
+    then = datetime.fromtimestamp(int.from_bytes(line.signature[:8]), UTC)
+    assert (done.returncode, f"the witness cosigned it at {then}" in done.stdout) == (0, True), done.stderr
+
+
+def test_what_an_older_key_signed_fails(script: Path, bare: Path, tmp_path: Path) -> None:
+    rotated(bare)
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    assert stranger(script, tmp_path / "bundle", bare / "keys" / "signing.pub").returncode == 1
+
+
+def test_a_decision_about_a_checkpoint_does_not_publish_it(script: Path, bare: Path, tmp_path: Path) -> None:
+    model = file_sha256(place(bare, "ppo-2") / "manifest.json")
+    decide(bare, action="register", name="x", alias="candidate", version="1", checkpoint=model)
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    entries = tmp_path / "bundle" / "source" / "entries.jsonl"
+    found = {line: json.loads(b64decode(json.loads(line)["payload"]))["predicate"] for line in entries.open("rb")}
+    assert {one["action"] for one in found.values() if one["checkpoint"] == model} == {"publish", "register"}
+    kept = [line for line, one in found.items() if (one["action"], one["checkpoint"]) != ("publish", model)]
+    entries.write_bytes(b"".join(kept))
+    done = stranger(script, tmp_path / "bundle", bare / "keys" / "signing.pub")
+    assert (done.returncode, "does not publish" in done.stderr) == (1, True), done.stderr

@@ -72,6 +72,8 @@ def command(
     _check_witness(witness, witness_key)
     if ref is not None and not everything:
         path = Path(ref)
+        if path.is_file() and (witness or witness_key):
+            raise ConfigError("--witness, --witness-key: not for a bundle; docs/verify-without-xray.md checks its log")
         audited = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
         if audited is not None:
             report(audited, hashing, as_json)
@@ -92,7 +94,7 @@ def command(
             witness_key=witness_key or "",
             on_progress=on_progress,
         )
-    if everything and not result.is_witnessed:
+    if not result.is_witnessed:
         result.notes.append(NO_WITNESS)
     report(result, hashing, as_json, mlflow_pages(store, starts))
 
@@ -135,7 +137,7 @@ def _check_witness(witness: str | None, key: str | None) -> None:
     from xray_runtime.trust.note import WitnessKey
     from xray_runtime.trust.witness import is_server
 
-    if witness is not None and not is_server(witness) and not Path(witness).exists():
+    if witness is not None and not is_server(witness) and not (witness and Path(witness).exists()):
         raise ConfigError(f"--witness: {witness!r} is not allowed: must be a directory, a file, or http[s]://…")
     try:
         if key is not None:

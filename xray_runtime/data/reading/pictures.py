@@ -23,6 +23,7 @@ from xray_runtime.kernel.errors import shown
 
 PICTURE_PARTS = ("image", "image_url", "input_image")
 """Types of content parts that are pictures."""
+COLUMNS = ("image", "images")
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen")
 """Columns that may be lists of messages."""
 MAX_PIXELS = 2**26
@@ -44,8 +45,12 @@ class StoredPicture:
         return asdict(self)
 
 
-FROM_COLUMN = object()
-"""A content part whose picture is in the record's column."""
+@dataclass(frozen=True)
+class FromColumn:
+    """A content part whose picture is in the record's column. Ids of conversations digest its `repr`."""
+
+
+FROM_COLUMN = FromColumn()
 
 
 class PictureFolder:
@@ -64,10 +69,11 @@ class PictureFolder:
 
         Raises ValueError: one is missing or unreadable; one line that begins with `where`.
         """
-        if "image" in record and "images" in record:
+        # Tables have null where a row has no picture.
+        given = {name: record[name] for name in COLUMNS if record.get(name) not in (None, "")}
+        if len(given) > 1:
             raise ValueError(f"{where}: it has the columns image and images; allowed: one of the two")
-        given = {name: record[name] for name in ("image", "images") if name in record}
-        result = {name: value for name, value in record.items() if name not in given}
+        result = {name: value for name, value in record.items() if name not in COLUMNS}
         for name, value in given.items():
             listed = value if isinstance(value, list) else [value]
             result["images"] = [self._take(f"{where}: {name} {n}", one) for n, one in enumerate(listed, start=1)]
@@ -88,7 +94,7 @@ class PictureFolder:
     def _part(self, where: str, part: Any, has_column: bool) -> Any:
         if not isinstance(part, dict) or part.get("type") not in PICTURE_PARTS:
             return part
-        if has_column and not any(key in part for key in KEYS):
+        if has_column and all(part.get(key) is None for key in KEYS):
             return FROM_COLUMN
         return self._take(where, part)
 
@@ -138,10 +144,15 @@ class PictureFolder:
             )
         if self._source is None:
             raise ValueError(f"{where}: the picture is a path ({shown(source)}): set data.pictures to its folder")
-        path = (self._source / source).resolve()
+        path = self._source / source
+        try:
+            path = path.resolve()
+            is_file = path.is_file()
+        except (OSError, ValueError):  # no path at all, such as Base64 alone
+            is_file = False
         if not path.is_relative_to(self._source):
             raise ValueError(f"{where}: the picture {shown(source)} is not in data.pictures")
-        if not path.is_file():
+        if not is_file:
             raise ValueError(f"{where}: the picture {shown(source)} does not exist in data.pictures")
         return path.read_bytes()
 

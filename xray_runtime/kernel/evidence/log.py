@@ -34,7 +34,7 @@ from xray_runtime.kernel.evidence.lines import (
     parse_line,
     read_signed_lines,
 )
-from xray_runtime.kernel.evidence.view import Head, Line, LogView
+from xray_runtime.kernel.evidence.view import Line, LogView
 from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
@@ -131,15 +131,6 @@ def view(output: Path) -> LogView:
 def read_lines(output: Path) -> Iterator[Line]:
     """The entries of a log, in order, as `read_signed_lines`."""
     return read_signed_lines(output / LOG, LogRecord)
-
-
-def has_head(output: Path, head: Head) -> bool:
-    """Whether the line of a log that `head` numbers has its digest."""
-    with contextlib.suppress(OSError, ValueError):
-        content = read_bounded(output / LOG, MAX_BYTES)
-        lines = content.splitlines(keepends=True)[head.entries - 1 : head.entries] if head.entries else []
-        return [hashlib.sha256(line).hexdigest() for line in lines] == [head.sha256]
-    return False
 
 
 def read_object(path: Path) -> dict[str, Any]:

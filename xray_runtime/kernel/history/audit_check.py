@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.lines import ChainProblem, sound_lines
-from xray_runtime.kernel.evidence.log import LOG, has_head, read_lines
+from xray_runtime.kernel.evidence.log import LOG, read_lines
 from xray_runtime.kernel.evidence.view import EMPTY, Head, Line, LogView
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
@@ -157,9 +157,11 @@ def read_log(output: Path, verifier: Verifier | None, verified: Head = EMPTY) ->
         verified: the signatures of the lines that lead to this head were checked before.
     """
     view = LogView()
-    # A line's digest stands for all lines before it.
-    known = verified.entries if has_head(output, verified) else 0
-    findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", known)
+    findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", verified.entries)
+    # A line's digest stands for all lines before it: those of another log are checked.
+    if view.lacks(verified) is not None:
+        view = LogView()
+        findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
     if not os.path.lexists(output / LOG):
         findings.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
     return view, findings

@@ -16,8 +16,15 @@ from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
 from xray_runtime.trust.log import origin
 from xray_runtime.trust.merkle import MerkleTree
-from xray_runtime.trust.note import WitnessKey
-from xray_runtime.trust.witness import LogContradicted, open_witness, present, read_log_checkpoint
+from xray_runtime.trust.note import LogCheckpoint, WitnessKey
+from xray_runtime.trust.witness import (
+    LogContradicted,
+    WitnessProblem,
+    is_server,
+    open_witness,
+    present,
+    read_log_checkpoint,
+)
 
 CODES = {
     "log-missing": Meaning(
@@ -45,26 +52,30 @@ CODES = {
 
 def check_end(output: Path, view: LogView, verifier: Verifier | None) -> Iterator[Finding]:
     """A log that can be read to its end against its signed checkpoint."""
-    if verifier is not None and (reason := _end_problem(output, view, verifier)):
-        yield Finding(LOG, "log-shorter", reason)
+    if verifier is not None:
+        try:
+            _end(output, view, verifier)
+        except LogContradicted as problem:
+            yield Finding(LOG, "log-shorter", str(problem))
 
 
-def _end_problem(output: Path, view: LogView, verifier: Verifier) -> str | None:
-    """Why the log's checkpoint is not of this log; None where it is."""
+def _end(output: Path, view: LogView, verifier: Verifier) -> LogCheckpoint:
+    """The log's checkpoint. Raises LogContradicted: it is not of this log."""
     if not os.path.lexists(output / END):
-        return f"{END}, which is signed with each entry, is missing"
+        raise LogContradicted(f"{END}, which is signed with each entry, is missing")
     try:
         checkpoint = read_log_checkpoint(output)
         # Each entry replaces it, so a retired key signs none that counts.
         checkpoint.require_signer(verifier.present)
     except ValueError as error:
-        return f"{END}, which is signed with each entry, does not count ({first_line(error)})"
+        raise LogContradicted(f"{END}, which is signed with each entry, does not count ({first_line(error)})") from None
     size = checkpoint.size
     # A process that was killed between the two leaves the checkpoint of the line before.
     if size not in (len(view.heads), len(view.heads) - 1):
-        return f"{END} is of {size} entries, and there are {len(view.heads)}"
-    is_same = size == 0 or (checkpoint.origin, checkpoint.root) == (origin(view.heads), _tree(view).root(size))
-    return None if is_same else f"{END} is of other entries"
+        raise LogContradicted(f"{END} is of {size} entries, and there are {len(view.heads)}")
+    if (checkpoint.origin, checkpoint.root) != (origin(view.heads), _tree(view).root(size)):
+        raise LogContradicted(f"{END} is of other entries")
+    return checkpoint
 
 
 def _tree(view: LogView) -> MerkleTree:
@@ -78,17 +89,24 @@ def check_witness(audited: Audited) -> Iterator[Finding]:
     chosen = audited.log.state(LogWitness).chosen
     address = audited.witness or (chosen.address if chosen is not None else "")
     key = audited.witness_key or (chosen.key if chosen is not None else "")
-    if not address or audited.verifier is None:
+    if audited.verifier is None or not (address or key):
         return
     output = audited.store.output
     # A run may append meanwhile: the log as it is now must continue the one that was audited.
     for _ in range(3):
         now = view(output)
         try:
-            checkpoint = read_log_checkpoint(output)
+            if not address:
+                raise WitnessProblem("a key was given, and the log names no witness")
+            if reason := now.lacks(audited.log.head):
+                raise LogContradicted(f"the log was replaced meanwhile: {reason}")
+            checkpoint = _end(output, now, audited.verifier)
             line = present(open_witness(address, audited.verifier.present), _tree(now), checkpoint, checkpoint.size)
-            if line is not None and key:
-                WitnessKey.parse(key).require(checkpoint, line)
+            if line is not None and (key or is_server(address)):
+                _witness_key(key).require(checkpoint, line, is_fresh=True)
+            # A file says who it is of only where a person gave it.
+            if line is None and (audited.witness_key or not audited.witness):
+                raise WitnessProblem("it is a file, which has no key")
             return
         except LogContradicted as problem:
             reason, code = str(problem), "log-shorter"
@@ -97,6 +115,12 @@ def check_witness(audited: Audited) -> Iterator[Finding]:
         if view(output).head == now.head:
             break
     yield Finding(LOG, code, f"{reason} (witness {address})")
+
+
+def _witness_key(key: str) -> WitnessKey:
+    if not key:
+        raise WitnessProblem("what a server says counts only with its key, which neither you nor the log gives")
+    return WitnessKey.parse(key)
 
 
 def check_heads(view: LogView, heads: Mapping[str, Head | None]) -> Iterator[Finding]:
