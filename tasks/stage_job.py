@@ -55,7 +55,7 @@ from xray_runtime.kernel.tracking.mirrors import MIRRORS
 from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
 from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.common.training.finite import naming
-from xray_runtime.models.merging import base_of, whole
+from xray_runtime.models.merging import base_of, full_model
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.rewards.journal import Journal, publish_answers
 
@@ -191,7 +191,7 @@ class StageJob:
             if self._kind.models(self._config):
                 import_transformers()
 
-            with _whole_parents(built, self._parents) as paths:
+            with _full_parents(built, self._parents) as paths:
 
                 def body(runtime: RuntimeConfig) -> int:
                     return self._kind.run(self._stage(runtime, recorder, paths), built, recorder)
@@ -261,15 +261,15 @@ def _ensure_bases(store: Store, directory: Path) -> None:
 
 
 @contextmanager
-def _whole_parents(built: Path, parents: Mapping[str, CheckpointRef]) -> Iterator[dict[str, Path]]:
+def _full_parents(built: Path, parents: Mapping[str, CheckpointRef]) -> Iterator[dict[str, Path]]:
     """The directory of each parent; of one that is an adapter alone, the whole model, which lasts as long as this."""
     # Beside `built`: what a killed process leaves is removed with it.
-    place = built.with_name(f"{built.name}-inputs")
-    place.mkdir()
+    scratch = built.with_name(f"{built.name}-inputs")
+    scratch.mkdir()
     try:
-        yield {role: whole(parent.path, place) for role, parent in parents.items()}
+        yield {role: full_model(parent.path, scratch) for role, parent in parents.items()}
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run_in_memory(

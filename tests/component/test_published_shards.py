@@ -20,7 +20,7 @@ from xray_runtime.kernel.store.shards import read_index
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.causal_lm import copy_model, copy_small_files, load_model
 from xray_runtime.models.lora import LoRAConfig
-from xray_runtime.models.merging import base_of, whole_model
+from xray_runtime.models.merging import base_of, opened_model
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.models.weight_files import tensors, weight_files
 
@@ -90,7 +90,7 @@ def test_an_adapter_alone_is_the_model_that_is_published_merged(
     assert base_of(published["merged"]) is None
     assert base_of(published["adapter"]) == (base.path, base.sha256)
     expected = dict(tensors(published["merged"]))
-    with whole_model(published["adapter"]) as whole:
+    with opened_model(published["adapter"]) as whole:
         found = dict(tensors(whole))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

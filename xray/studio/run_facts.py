@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from xray.studio.studio import DAMAGED
-from xray_runtime.kernel.graph.kind import Series
+from xray_runtime.kernel.graph.kind import Series, StageKind
 from xray_runtime.kernel.graph.kinds import all_kinds, find_kind
 from xray_runtime.kernel.report.cards import Card, cards, sparkline
 from xray_runtime.kernel.report.figures import read_metrics
@@ -108,10 +108,7 @@ def curves(series: Series, kind: str | None) -> dict[str, Any]:
         kind: None: the stage is at work, and has the panels that show most of its curves.
     """
     drawn = {name for name, points in series.items() if len(points) > 1}
-    if kind is None:
-        known = max(all_kinds(), key=lambda each: sum(n in drawn for _, names in each.panels for n in names))
-    else:
-        known = find_kind(kind)
+    known = find_kind(kind) if kind is not None else _likely_kind(drawn)
     panels = [(text, [n for n in names if n in drawn]) for text, names in (known.panels if known is not None else ())]
     shown = [(text, names) for text, names in panels if names]
     first = {name for _, names in shown for name in names}
@@ -122,6 +119,11 @@ def curves(series: Series, kind: str | None) -> dict[str, Any]:
         "names": {name: title(name) for name in drawn},
         "series": {name: _points(series[name]) for name in drawn},
     }
+
+
+def _likely_kind(drawn: Set[str]) -> StageKind:
+    """The kind whose panels show most of these metrics."""
+    return max(all_kinds(), key=lambda kind: sum(name in drawn for _, names in kind.panels for name in names))
 
 
 def _points(points: Sequence[tuple[int, float]]) -> list[list[Any]]:

@@ -37,7 +37,7 @@ def _artifacts(value: Any) -> Iterable[Artifact]:
 def with_pictures(
     specs: Mapping[str, ModelSpec | GeneratorSpec], folders: tuple[Path, ...]
 ) -> dict[str, ModelSpec | GeneratorSpec]:
-    """`specs`, of which those of models that read pictures know `folders`.
+    """`specs`, with `folders` added to those of models that read pictures.
 
     Raises:
         ValueError: a layout does not support such a model; one line.
@@ -62,7 +62,7 @@ def _with_pictures(role: str, spec: ModelSpec | GeneratorSpec, folders: tuple[Pa
 
 
 def _problem(spec: ModelSpec) -> str | None:
-    """The field of a layout that must not be as it is."""
+    """The first setting that pictures do not go with; None: there is none."""
     layout, training = spec.layout, spec.training
     section = "frozen" if training is None else "engine"
     found = [f"{section}.{name} = {size}" for name in ALONE if (size := getattr(layout, name, 1)) > 1]

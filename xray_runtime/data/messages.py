@@ -15,7 +15,7 @@ from xray_runtime.data.pairs import Messages, reply_message
 from xray_runtime.data.pictures import PLACEHOLDER
 from xray_runtime.data.reading.json_values import check_json, parse_json, type_of, without_nulls
 from xray_runtime.data.reading.keys import LEARNED, NEUTRAL, REASONING, REFUSED_KEYS, Unread, is_learned, refuse_keys
-from xray_runtime.data.reading.pictures import FROM_COLUMN, FoundPicture
+from xray_runtime.data.reading.pictures import FROM_COLUMN, StoredPicture
 from xray_runtime.kernel.errors import shown
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -110,7 +110,7 @@ def _message(where: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bo
     text, reasoning = _texts(where, given, unread)
     content = given.get("content")
     parts = content if isinstance(content, list) else []
-    pictures = [part.entry for part in parts if isinstance(part, FoundPicture)]
+    pictures = [part.entry for part in parts if isinstance(part, StoredPicture)]
     if role != "user" and (pictures or FROM_COLUMN in parts):
         raise ValueError(f"{where} has a picture and role {role!r}; allowed: user")
     if pictures and (text or "").count(PLACEHOLDER) != len(pictures):
@@ -188,7 +188,7 @@ def _joined(where: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
     texts: dict[str, list[str]] = {"text": [], "thinking": []}
     begun = False
     for part in parts:
-        if part is FROM_COLUMN or isinstance(part, FoundPicture):
+        if part is FROM_COLUMN or isinstance(part, StoredPicture):
             before = texts["text"].pop() if texts["text"] else ""
             texts["text"].append(before + PLACEHOLDER)
             begun = True

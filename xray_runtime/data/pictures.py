@@ -33,12 +33,12 @@ ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP":
 
 
 def picture_ids(digest: str, count: int) -> list[int]:
-    """The ids of a picture of `count` tokens. Raises ValueError: they are too few to tell pictures apart."""
+    """The ids of a picture of `count` tokens. Raises ValueError: so few cannot tell pictures apart."""
     if count < PARTS:
-        raise ValueError(f"a picture of {count} tokens is not supported: at least {PARTS}; raise its smallest size")
+        raise ValueError(f"a picture of {count} tokens is not supported: must be at least {PARTS}; enlarge it")
     number = int(digest[:DIGITS], 16)
     parts = [-1 - (number >> (BITS * part) & (2**BITS - 1)) for part in reversed(range(PARTS))]
-    return [parts[place % PARTS] for place in range(count)]
+    return [parts[n % PARTS] for n in range(count)]
 
 
 def digest_of(ids: Sequence[int]) -> str:
@@ -51,24 +51,24 @@ def digest_of(ids: Sequence[int]) -> str:
 
 def pictures_in(ids: Sequence[int], count: Callable[[str], int]) -> Iterator[str]:
     """`digest_of` each picture in a row; `count` says how many tokens one has. Raises ValueError: a picture is cut."""
-    place = 0
-    while place < len(ids):
-        if ids[place] >= 0:
-            place += 1
+    start = 0
+    while start < len(ids):
+        if ids[start] >= 0:
+            start += 1
             continue
-        digest = digest_of(ids[place : place + PARTS])
-        end = place + count(digest)
-        if list(ids[place:end]) != picture_ids(digest, end - place):
+        digest = digest_of(ids[start : start + PARTS])
+        end = start + count(digest)
+        if list(ids[start:end]) != picture_ids(digest, end - start):
             raise ValueError(f"the picture {digest} is cut in a row of tokens")
         yield digest
-        place = end
+        start = end
 
 
 def runs(ids: Iterable[int]) -> Iterator[tuple[str | None, list[int]]]:
     """(digits of a picture or None, ids) of a row's pictures, and of the tokens between them."""
     for is_picture, run in groupby(map(int, ids), key=lambda number: number < 0):
-        found = list(run)
-        yield (digest_of(found) if is_picture else None), found
+        numbers = list(run)
+        yield (digest_of(numbers) if is_picture else None), numbers
 
 
 def shown_picture(digest: str) -> str:
@@ -109,17 +109,17 @@ class PictureTokens:
         end). Raises ValueError: `ids`, which may end earlier, have more places than pictures."""
         if ids.count(self.token) > len(pictures):
             raise ValueError("the chat template writes more pictures than the messages have")
-        found: list[int] = []
+        expanded: list[int] = []
         places = []
         remaining = iter(pictures)
         for number in ids:
-            places.append(len(found))
+            places.append(len(expanded))
             if number == self.token:
                 one = next(remaining)
-                found += picture_ids(one["sha256"], self.count(one["width"], one["height"]))
+                expanded += picture_ids(one["sha256"], self.count(one["width"], one["height"]))
             else:
-                found.append(number)
-        return found, [*places, len(found)]
+                expanded.append(number)
+        return expanded, [*places, len(expanded)]
 
 
 class PictureFiles:

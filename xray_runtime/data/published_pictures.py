@@ -33,20 +33,20 @@ class PublishedPictures:
     """The pictures of checkpoints (directory, sha256), by the digits of their digests."""
 
     def __init__(self, checkpoints: Iterable[tuple[Path, str]]) -> None:
-        self._places: dict[str, tuple[Path, str, str]] = {}
+        self._files: dict[str, tuple[Path, str, str]] = {}
         for directory, sha256 in checkpoints:
             if not (directory / FOLDER).is_dir():
                 continue
             for entry in read_manifest(directory)[0].files:
                 if entry.path.startswith(f"{FOLDER}/"):
                     digits = PurePosixPath(entry.path).stem[:DIGITS]
-                    self._places[digits] = directory, sha256, entry.path
+                    self._files[digits] = directory, sha256, entry.path
 
     def read(self, digest: str) -> tuple[bytes, str] | None:
         """(bytes, ending of the name) of a picture; None: no checkpoint has it. Raises ValueError or OSError: it was
         changed."""
-        place = self._places.get(digest)
-        return None if place is None else (read_published(*place), PurePosixPath(place[2]).suffix)
+        file = self._files.get(digest)
+        return None if file is None else (read_published(*file), PurePosixPath(file[2]).suffix)
 
     def thumbnail(self, digest: str) -> str | None:
         """A small copy as a data URL."""

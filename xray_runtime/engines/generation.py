@@ -131,7 +131,7 @@ def _route_columns(prompts: list[list[int]], replies: list[Reply]) -> dict[str, 
     lengths = [len(prompt) + len(reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
     known = [found for found in routes if found is not None]
     if [len(found.ids) + 1 for found in known] != lengths:
-        raise RuntimeError("the generator did not say the experts of every token")
+        raise RuntimeError("the generator did not return the experts of every token")
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
 
     def column(rows: list[np.ndarray], last: int) -> Ragged:

@@ -39,8 +39,8 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     routes: bool = False
-    """Replies bring the experts that were chosen for each token; with `capabilities.routes`. No prefix is then taken
-    from a cache, of whose tokens the experts are not known."""
+    """Replies come with the experts that were chosen for each token; with `capabilities.routes`. No prefix is then
+    taken from a cache, since the experts of its tokens are not known."""
 
     @classmethod
     def of(cls, config: SamplingConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:

@@ -45,8 +45,8 @@ def base_of(directory: Path) -> Base | None:
     return Base(directory.parent / fields.base, fields.base_sha256)
 
 
-def whole(directory: Path, place: Path) -> Path:
-    """`directory`, or the whole model that it is an adapter of, written into a directory of its name in `place`.
+def full_model(directory: Path, scratch: Path) -> Path:
+    """`directory`, or the whole model that it is an adapter of, written into a directory of its name in `scratch`.
 
     There a link of its base's name leads to the base.
 
@@ -61,10 +61,10 @@ def whole(directory: Path, place: Path) -> Path:
         raise ValueError(
             f"{directory.name}: it is an adapter of {base.directory.name}, which cannot be read: {problems[0]}"
         )
-    out = place / directory.name
+    out = scratch / directory.name
     if not out.exists():
-        merge(directory, whole(base.directory, place), out)
-        link = place / base.directory.name
+        merge(directory, full_model(base.directory, scratch), out)
+        link = scratch / base.directory.name
         if not link.exists():
             link.symlink_to(base.directory.absolute())
     return out
@@ -97,7 +97,7 @@ def write_model(directory: Path, sha256: str, out: Path) -> None:
         raise FileExistsError(out)
     temporary = out.with_name(f"{out.name}.writing-{os.getpid()}")
     try:
-        with whole_model(directory) as model:
+        with opened_model(directory) as model:
             copy_model(model, temporary)
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
@@ -107,12 +107,12 @@ def write_model(directory: Path, sha256: str, out: Path) -> None:
 
 
 @contextmanager
-def whole_model(directory: Path) -> Iterator[Path]:
-    """`whole`, in a directory that is removed at the end, or by the next call if this process is killed."""
+def opened_model(directory: Path) -> Iterator[Path]:
+    """`full_model`, in a directory that is removed at the end, or by the next call if this process is killed."""
     _remove_left_behind()
     # Locked within a moment of its creation, until this process ends.
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as place, FileLock(Path(place, LOCK)):
-        yield whole(directory, Path(place))
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as scratch, FileLock(Path(scratch, LOCK)):
+        yield full_model(directory, Path(scratch))
 
 
 def _remove_left_behind() -> None:

@@ -44,10 +44,10 @@ def check_pictures(lm: Any, checkpoint: Path, scratch: Path) -> None:
         ours = module.eval().hidden(row, torch.tensor([len(row)]))
         inputs = {"pixel_values": reader.pixels(digests), "image_grid_thw": reader.grids(digests)}
         ids, is_picture = reader.as_tokens(row[None]), (row[None] < 0).int()
-        whole = lm(input_ids=ids, mm_token_type_ids=is_picture, use_cache=False, output_hidden_states=True, **inputs)
+        output = lm(input_ids=ids, mm_token_type_ids=is_picture, use_cache=False, output_hidden_states=True, **inputs)
     except Exception as error:
         raise OtherModelError(f"fails in a forward pass of a picture ({type(error).__name__}: {error})") from error
-    theirs = whole.hidden_states[-1][0]
+    theirs = output.hidden_states[-1][0]
     off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
     if not off <= STATES:
         raise OtherModelError(

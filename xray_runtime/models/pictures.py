@@ -2,7 +2,7 @@
 
 transformers' processor reads them with pillow, whatever else is installed, so that the same file has the same numbers.
 Each picture goes through the tower by itself: its features do not depend on what else is in a batch. The tower is never
-trained, so they are computed once and remembered.
+trained, so they are computed once and kept.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from xray_runtime.data.pictures import ENDINGS, PictureFiles, PictureTokens, pic
 from xray_runtime.models.family import family_of
 
 PROCESSOR = "preprocessor_config.json"
-REMEMBERED = 2**28
-"""Bytes of pictures' numbers, and of features, that are remembered."""
+CACHE_BYTES = 2**28
+"""Bytes of pictures' numbers, and of features, that are kept."""
 
 
-class Remembered:
-    """Tensors by name, which `make` makes; the ones that were used last stay, up to `REMEMBERED` bytes."""
+class TensorCache:
+    """Tensors by name, which `make` makes; the ones that were used last stay, up to `CACHE_BYTES` bytes."""
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         self._make, self._held, self._num_bytes = make, OrderedDict[str, Tensor](), 0
@@ -36,14 +36,14 @@ class Remembered:
 
     def __call__(self, name: str) -> Tensor:
         with self._lock:
-            found = self._held.pop(name, None)
-            if found is None:
-                found = self._make(name)
-                self._num_bytes += found.nbytes
-            self._held[name] = found
-            while self._num_bytes > REMEMBERED and len(self._held) > 1:
+            tensor = self._held.pop(name, None)
+            if tensor is None:
+                tensor = self._make(name)
+                self._num_bytes += tensor.nbytes
+            self._held[name] = tensor
+            while self._num_bytes > CACHE_BYTES and len(self._held) > 1:
                 self._num_bytes -= self._held.popitem(last=False)[1].nbytes
-            return found
+            return tensor
 
 
 class PictureSize(NamedTuple):
@@ -99,7 +99,7 @@ class PictureReader:
         self._processor = load_processor(str(checkpoint))
         self._token: int = getattr(lm.config, family.tokens[1])
         self._sizes: dict[str, PictureSize] = {}
-        self._pixels, self._features = Remembered(self._read), Remembered(self._compute)
+        self._pixels, self._features = TensorCache(self._read), TensorCache(self._compute)
 
     def size(self, digest: str) -> PictureSize:
         """Raises ValueError: there is no such picture, or it is damaged."""

@@ -52,15 +52,15 @@ def take_routes(lm: nn.Module, family: Family) -> int:
 
 
 class _WithRoutes:
-    """A layer's pass, in which its router takes the experts of its `place` in the routes."""
+    """A layer's pass, in which its router takes the experts of layer `index` in the routes."""
 
-    def __init__(self, compute: Callable[..., Any], place: int | None) -> None:
-        self._compute, self._place = compute, place
+    def __init__(self, compute: Callable[..., Any], index: int | None) -> None:
+        self._compute, self._index = compute, index
 
     def __call__(self, *args: Any, routes: Tensor | None = None, **options: Any) -> Any:
-        if routes is None or self._place is None:
+        if routes is None or self._index is None:
             return self._compute(*args, **options)
-        _now.ids = routes[..., self._place, :].flatten(0, -2)
+        _now.ids = routes[..., self._index, :].flatten(0, -2)
         try:
             return self._compute(*args, **options)
         finally:

@@ -42,7 +42,7 @@ from xray_runtime.trust.witness import (
 LOGGER = logging.getLogger(__name__)
 ORIGIN = "xray.log"
 RETRY_S = 60.0
-"""A process asks a witness again so long after it did not cosign."""
+"""How long a process waits before it asks a witness again that did not cosign."""
 _RETRY_AT: dict[Path, float] = {}
 
 

@@ -56,22 +56,9 @@ class MerkleTree:
     def root(self, size: int) -> bytes:
         return self._hash(0, size)
 
-    def inclusion(self, index: int, size: int) -> list[bytes]:
-        """The proof that leaf `index` is in the tree of `size` leaves."""
-        proof, start, end = list[bytes](), 0, size
-        while end - start > 1:
-            middle = start + _split(end - start)
-            if index < middle:
-                proof.append(self._hash(middle, end))
-                end = middle
-            else:
-                proof.append(self._hash(start, middle))
-                start = middle
-        return proof[::-1]
-
     def consistency(self, old: int, size: int) -> list[bytes]:
         """The proof that the tree of `old` leaves is the beginning of that of `size`; empty where `old` is 0."""
-        proof, start, end, whole = list[bytes](), 0, size, True
+        proof, start, end, is_complete = list[bytes](), 0, size, True
         while 0 < old < end:
             middle = start + _split(end - start)
             if old <= middle:
@@ -79,8 +66,8 @@ class MerkleTree:
                 end = middle
             else:
                 proof.append(self._hash(start, middle))
-                start, whole = middle, False
-        return [*([] if whole or old == 0 else [self._hash(start, end)]), *proof[::-1]]
+                start, is_complete = middle, False
+        return [*([] if is_complete or old == 0 else [self._hash(start, end)]), *proof[::-1]]
 
     def tiles(self) -> dict[str, bytes]:
         """Path → content of every tile of this tree; the last one of a level is partial unless it is full."""

@@ -66,13 +66,13 @@ class LogCheckpoint:
         try:
             body, _, tail = text.partition("\n\n")
             origin, size, root = body.split("\n")
-            found = cls(origin, int(size), base64.b64decode(root, validate=True), tuple(_lines(tail)))
+            checkpoint = cls(origin, int(size), base64.b64decode(root, validate=True), tuple(_lines(tail)))
         except ValueError:
             raise SignatureProblem("malformed", "it is not a checkpoint of a log") from None
-        is_whole = found.size > 0 and len(found.root) == hashlib.sha256().digest_size
-        if not found.signatures or str(found) != text or not is_whole:
+        is_complete = checkpoint.size > 0 and len(checkpoint.root) == hashlib.sha256().digest_size
+        if not checkpoint.signatures or str(checkpoint) != text or not is_complete:
             raise SignatureProblem("malformed", "it is not a checkpoint of a log")
-        return found
+        return checkpoint
 
     def signed(self, private: bytes) -> Self:
         """This checkpoint with a signature by a key in PEM."""
@@ -116,10 +116,10 @@ class WitnessKey(NamedTuple):
         """Raises ValueError."""
         try:
             name, _, encoded = text.split("+", 2)
-            found = cls(name, base64.b64decode(encoded, validate=True)[1:])
-            Ed25519PublicKey.from_public_bytes(found.public)
-            if str(found) == text:
-                return found
+            key = cls(name, base64.b64decode(encoded, validate=True)[1:])
+            Ed25519PublicKey.from_public_bytes(key.public)
+            if str(key) == text:
+                return key
         except ValueError:
             pass
         raise ValueError(f"{text!r} is not allowed: must be NAME+HASH+KEY, as the witness prints it")

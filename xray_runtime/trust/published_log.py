@@ -1,4 +1,4 @@
-"""An output directory's log as tools of others read it, without the lines that concern nobody else.
+"""An output directory's log in the form of public logs, with the text of the lines about some checkpoints alone.
 
 checkpoint        its checkpoint, with the witness's cosignature where there is one: `note`
 tile/0/000, …     the hashes of its Merkle tree: https://c2sp.org/tlog-tiles

@@ -32,7 +32,7 @@ from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
-from xray_runtime.models.merging import whole
+from xray_runtime.models.merging import full_model
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
 from xray_runtime.rewards.reward_sources import ENVIRONMENT
@@ -194,7 +194,7 @@ def replay(
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
     try:
-        paths = {role: whole(path, scratch / "inputs") for role, path in stage.paths.items()}
+        paths = {role: full_model(path, scratch / "inputs") for role, path in stage.paths.items()}
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
     inputs = stage.kind.inputs_at(paths)

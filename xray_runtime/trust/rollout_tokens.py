@@ -105,19 +105,19 @@ def reply_tokens(node: Node, iteration: int, row: int, round: int, by: str) -> T
     """The tokens of a reply, shaded by a measure. Raises ConfigError without the row, or if tokens are hashed."""
     table = _tokens_of(node, iteration)
     ids = zip(table["row"].to_pylist(), table["round"].to_pylist(), strict=True)
-    place = next((n for n, found in enumerate(ids) if found == (row, round)), None)
-    if place is None:
+    index = next((n for n, each in enumerate(ids) if each == (row, round)), None)
+    if index is None:
         raise ConfigError(f"row: {row} is not allowed: iteration {iteration} has no such row in round {round}")
-    scale, one = _scale(table, checked_measure(by)), table.slice(place, 1)
+    scale, one = _scale(table, checked_measure(by)), table.slice(index, 1)
     [record] = one.select(["reward", "times_trained"]).to_pylist()
     tokenizer, numbers = policy_tokenizer(node.directory), _numbers(one, 0)
-    [ids_of_reply] = one["reply_ids"].to_pylist()
-    mask = one["response_mask"][0].as_py() if "response_mask" in one.column_names else [True] * len(ids_of_reply)
+    [reply_ids] = one["reply_ids"].to_pylist()
+    mask = one["response_mask"][0].as_py() if "response_mask" in one.column_names else [True] * len(reply_ids)
     tokens = []
-    for n, (token, sampled) in enumerate(zip(ids_of_reply, mask, strict=True)):
-        found = {name: float(values[n]) for name, values in numbers.items() if n < len(values)}
-        level = _level(by, found.get(by, np.nan), scale) if sampled else 0
-        tokens.append(ReplyToken(tokenizer.decode([token]), sampled, found, level))
+    for n, (token, sampled) in enumerate(zip(reply_ids, mask, strict=True)):
+        values_of_token = {name: float(values[n]) for name, values in numbers.items() if n < len(values)}
+        level = _level(by, values_of_token.get(by, np.nan), scale) if sampled else 0
+        tokens.append(ReplyToken(tokenizer.decode([token]), sampled, values_of_token, level))
     [prompt] = decode_prompts(tokenizer, one["prompt_ids"].to_pylist())
     return TokenReply(iteration, row, round, prompt, record["reward"], record["times_trained"], tokens)
 
@@ -163,12 +163,12 @@ def _tokens_of(node: Node, iteration: int) -> pa.Table:
 def _numbers(table: pa.Table, reply: int) -> dict[str, np.ndarray]:
     """Measure → its values for the tokens of a reply; empty arrays where the reply was dropped."""
     columns = {n: np.array(table[n][reply].as_py() or [], float) for n in LIST_COLUMNS if n in table.column_names}
-    found = {}
+    values = {}
     for name, measure in MEASURES.items():
         needed = [columns.get(each, np.array([])) for each in measure.needs]
         if all(len(each) for each in needed) and len({len(each) for each in needed}) == 1:
-            found[name] = measure.of(*needed)
-    return found
+            values[name] = measure.of(*needed)
+    return values
 
 
 def _scale(table: pa.Table, by: str) -> float:

@@ -185,7 +185,7 @@ def test_content_parts(tmp_path: Path) -> None:
 def test_parts_whose_picture_is_in_the_column(tmp_path: Path, more: dict[str, None]) -> None:
     parts = [{"type": "image", **more}, {"type": "text", "text": "what?"}]
     record = {"images": [picture(1)], "messages": [{"role": "user", "content": parts}, ANSWER]}
-    found = usual("", PictureFolder(tmp_path / "pictures", None).found("", record))
+    found = usual("", PictureFolder(tmp_path / "pictures", None).store("", record))
     [(prompt, _)] = prompt_and_replies("", found, None)
     assert [one["sha256"] for one in prompt[0]["pictures"]] == [sha256(picture(1))]
     # The id decides on which side a conversation is, so every process must find the same.
@@ -196,7 +196,7 @@ def test_parts_whose_picture_is_in_the_column(tmp_path: Path, more: dict[str, No
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_a_row_of_text_among_rows_with_pictures(tmp_path: Path, column: str, value: object) -> None:
     record = {"prompt": "why?", "completion": "so"}
-    assert PictureFolder(tmp_path, None).found("", record | {column: value}) == record
+    assert PictureFolder(tmp_path, None).store("", record | {column: value}) == record
 
 
 def test_pictures_of_dropped_rows_are_not_kept(tmp_path: Path) -> None:

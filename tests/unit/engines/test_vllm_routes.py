@@ -17,7 +17,7 @@ def step(recorded: RecordedRequests, *rows: tuple[str, int, int], ids: list[int]
     """A step of two layers, in which each token takes an expert: its id in the first layer, one more in the second."""
     first = torch.tensor(ids)[:, None]
     recorded.step = {layer: (first / 10 + layer, first + layer) for layer in range(2)}
-    recorded.deal_out(iter(rows))
+    recorded.split_step(iter(rows))
 
 
 def test_each_request_gets_its_own_tokens_in_order() -> None:
@@ -49,4 +49,4 @@ def test_tokens_without_routes_are_an_error() -> None:
         step(recorded, ("0", 32, 2), ids=[1, 2])
     recorded.step = {0: (torch.ones(1, 1), torch.ones(1, 1))}
     with pytest.raises(RuntimeError, match="vLLM chose experts where they cannot be recorded"):
-        recorded.deal_out(iter([("0", 0, 1)]))
+        recorded.split_step(iter([("0", 0, 1)]))

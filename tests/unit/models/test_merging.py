@@ -23,7 +23,7 @@ from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import copy_model, copy_small_files, fresh_llama, load_model, save_model
 from xray_runtime.models.lora import LoRAConfig
-from xray_runtime.models.merging import base_of, whole, whole_model, write_model
+from xray_runtime.models.merging import base_of, full_model, opened_model, write_model
 from xray_runtime.models.weight_files import overwrite
 
 LORA = LoRAConfig(rank=2, alpha=6.0, dora=True, target_modules=["down_proj", "q_proj"])
@@ -73,8 +73,8 @@ def test_the_whole_model_is_the_one_that_was_not_written(store: Store, tmp_path:
     base, one, two = refs(store, tmp_path)
     assert not list(two.path.glob("*.safetensors"))
     assert base_of(base.path) is None
-    assert whole(base.path, tmp_path) == base.path
-    with whole_model(two.path) as found:
+    assert full_model(base.path, tmp_path) == base.path
+    with opened_model(two.path) as found:
         assert found.name == two.path.name
         assert same(found, tmp_path / "two")
         assert (found / "manifest.json").read_bytes() == (two.path / "manifest.json").read_bytes()
@@ -95,10 +95,10 @@ def test_a_base_that_is_not_the_named_one_is_refused(store: Store, tmp_path: Pat
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     why = rf"^{one.path.name}: it is an adapter of {base.path.name}, which cannot be read: .*model\.safetensors"
     for ref in (one, two):
-        with pytest.raises(ValueError, match=why), whole_model(ref.path):
+        with pytest.raises(ValueError, match=why), opened_model(ref.path):
             pass
     base.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"cannot be read: .* is missing"), whole_model(one.path):
+    with pytest.raises(ValueError, match=r"cannot be read: .* is missing"), opened_model(one.path):
         pass
 
 
@@ -110,18 +110,18 @@ def test_the_whole_models_of_killed_processes_are_removed(
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     code = (
-        "import os, pathlib, signal, sys; from xray_runtime.models.merging import whole_model\n"
-        "with whole_model(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, pathlib, signal, sys; from xray_runtime.models.merging import opened_model\n"
+        "with opened_model(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = os.environ | {"TMPDIR": str(place)}
     killed = subprocess.run([sys.executable, "-c", code, str(one.path)], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     [left] = place.iterdir()
-    with whole_model(base.path):
+    with opened_model(base.path):
         assert left.is_dir()  # so young that its process might not have locked it yet
-    with whole_model(one.path) as held:
+    with opened_model(one.path) as held:
         for each in (left, held.parent):
             os.utime(each, (0, 0))
-        with whole_model(base.path):
+        with opened_model(base.path):
             assert (left.exists(), held.is_dir()) == (False, True)
     assert not list(place.iterdir())

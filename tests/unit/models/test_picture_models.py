@@ -35,7 +35,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.picture_trial import check_pictures
-from xray_runtime.models.pictures import PictureReader, Remembered, copy_processor, features_of
+from xray_runtime.models.pictures import PictureReader, TensorCache, copy_processor, features_of
 from xray_runtime.models.published_check import check_published
 from xray_runtime.models.weight_files import tensor_digest, tensors
 
@@ -71,7 +71,7 @@ def prompts(directory: Path) -> list[list[dict[str, Any]]]:
         torch.manual_seed(number)
         pixels = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8).numpy()
         Image.fromarray(pixels).save(given / f"{number}.png")
-        pictures.append(taken.found("row", {"image": f"{number}.png"})["images"][0].entry)
+        pictures.append(taken.store("row", {"image": f"{number}.png"})["images"][0].entry)
     return [
         [{"role": "user", "content": f"{PLACEHOLDER}How many?", "pictures": pictures[:1]}],
         [{"role": "user", "content": f"{PLACEHOLDER}or{PLACEHOLDER}", "pictures": pictures[1:]}],
@@ -169,16 +169,16 @@ def test_a_base_that_reads_pictures_otherwise_is_refused(
 
 
 def test_little_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xray_runtime.models.pictures.REMEMBERED", 100)
+    monkeypatch.setattr("xray_runtime.models.pictures.CACHE_BYTES", 100)
     made: list[str] = []
 
     def make(name: str) -> torch.Tensor:
         made.append(name)
         return torch.zeros(10)  # 40 bytes
 
-    remembered = Remembered(make)
+    cache = TensorCache(make)
     for name in ("a", "b", "a", "c", "a", "b"):
-        remembered(name)
+        cache(name)
     assert made == ["a", "b", "c", "b"]  # c took the place of b, which was used before a
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 PANEL = "Evidence"
 NO_WITNESS = (
-    "no witness: whether the whole directory was put back to an older state, or its owner wrote another log, cannot be "
-    "known (`xray witness use`, or --witness with a copy of log.checkpoint)"
+    "no witness: an audit cannot notice a directory that was set back to an older state, or a log that its owner wrote "
+    "anew (`xray witness use`, or --witness with a copy of log.checkpoint)"
 )
 
 WitnessAddress = Annotated[

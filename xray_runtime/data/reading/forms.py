@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.data.reading.keys import BY_OTHER_NAMES, LEARNED, REFUSED_COLUMNS, Unread, refuse_columns
-from xray_runtime.data.reading.pictures import FoundPicture
+from xray_runtime.data.reading.pictures import StoredPicture
 
 Record = dict[str, Any]
 ALWAYS = ("tools", "system", "conversation_id", "label", "reasoning_content", *LEARNED)
@@ -118,7 +118,7 @@ def usual(
             f"{'; '.join(map(str, forms))}; other names can be mapped with rename_columns{_hint(record, replies)}"
         )
     read = {*form.columns, *form.optional}
-    if all(isinstance(one, FoundPicture) for one in record.get("images", [None])):
+    if all(isinstance(one, StoredPicture) for one in record.get("images", [None])):
         read.add("images")
     refuse_columns(where, record, read)
     if unread is not None:

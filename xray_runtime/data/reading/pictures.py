@@ -32,8 +32,8 @@ KEYS = ("image", "image_url", "url", "path", "bytes")
 
 
 @dataclass(frozen=True)
-class FoundPicture:
-    """A picture that is in the folder; nothing that is read from a file is of this type."""
+class StoredPicture:
+    """A picture in the folder. Records from files never hold this type."""
 
     sha256: str
     width: int
@@ -64,9 +64,11 @@ class PictureFolder:
     def __init__(self, folder: Path, source: str | None) -> None:
         self._folder, self._source = folder, None if source is None else Path(source).resolve()
 
-    def found(self, where: object, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with a `FoundPicture` in place of each picture. Raises ValueError: one is missing or unreadable;
-        one line that begins with `where`."""
+    def store(self, where: object, record: dict[str, Any]) -> dict[str, Any]:
+        """Store the pictures of a record; returns the record with a `StoredPicture` for each.
+
+        Raises ValueError: one is missing or unreadable; one line that begins with `where`.
+        """
         # Tables have null where a row has no picture.
         given = {name: record[name] for name in COLUMNS if record.get(name) not in (None, "")}
         if len(given) > 1:
@@ -96,7 +98,7 @@ class PictureFolder:
             return FROM_COLUMN
         return self._take(where, part)
 
-    def _take(self, where: str, source: Any) -> FoundPicture:
+    def _take(self, where: str, source: Any) -> StoredPicture:
         from PIL import Image
 
         content = self._bytes(where, source)
@@ -116,7 +118,7 @@ class PictureFolder:
         if not file.is_file():
             self._folder.mkdir(exist_ok=True)
             file.write_bytes(content)
-        return FoundPicture(digest, width, height)
+        return StoredPicture(digest, width, height)
 
     def _bytes(self, where: str, source: Any) -> bytes:
         while isinstance(source, Mapping):

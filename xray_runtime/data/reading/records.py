@@ -20,7 +20,7 @@ from xray_runtime.data.pictures import PLACEHOLDER as PICTURE
 from xray_runtime.data.reading.forms import PREFERENCES, Record, usual
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.data.reading.keys import Unread, is_desirable, is_learned, refuse_columns
-from xray_runtime.data.reading.pictures import FoundPicture
+from xray_runtime.data.reading.pictures import StoredPicture
 from xray_runtime.kernel.errors import shown
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -288,7 +288,7 @@ def _ends_with_answer(messages: Messages) -> bool:
 def _with_pictures(where: object, column: str, messages: Messages, record: Record) -> Messages:
     """The messages with the pictures of the column `images`, one for each placeholder. Raises ValueError: their numbers
     differ."""
-    pictures: list[FoundPicture] | None = record.get("images")
+    pictures: list[StoredPicture] | None = record.get("images")
     if pictures is None:
         _refuse_placeholders(where, column, messages)
         return messages

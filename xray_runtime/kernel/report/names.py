@@ -79,11 +79,11 @@ WORDS = {"lr": "learning rate", "grad_norm": "gradient norm", "std": "spread", "
 
 def title(name: str) -> str:
     """The name for people: "win rate by gold" for `win_rate by gold`, "reward gold: mean" for `reward/gold/mean`."""
-    found = re.fullmatch(r"([\w./-]+?)((?: by |, ).*)?", name, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"([\w./-]+?)((?: by |, ).*)?", name, re.DOTALL)
+    if match is None:
         return name
-    whole, rest = NAMES.get(found[1]), found[2] or ""
-    if whole is None:
-        *groups, last = (WORDS.get(part, part.replace("_", " ")) for part in found[1].split("/"))
-        whole = f"{' '.join(groups)}: {last}" if groups else last
-    return whole + rest
+    known, rest = NAMES.get(match[1]), match[2] or ""
+    if known is None:
+        *groups, last = (WORDS.get(part, part.replace("_", " ")) for part in match[1].split("/"))
+        known = f"{' '.join(groups)}: {last}" if groups else last
+    return known + rest

@@ -104,10 +104,10 @@ class ChatModel:
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.models.causal_lm import load_model
-        from xray_runtime.models.merging import whole_model
+        from xray_runtime.models.merging import opened_model
 
-        with _loading(directory), whole_model(directory) as whole:
-            self._lm: Any = load_model(whole).to(device).eval()
+        with _loading(directory), opened_model(directory) as model:
+            self._lm: Any = load_model(model).to(device).eval()
         self._limits = limits
 
     def reply(self, prompt: Sequence[int], seed: int, tokens: list[int]) -> Iterator[str]:
@@ -129,10 +129,10 @@ class PromptSampler:
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
         from xray_runtime.engines.generators.transformers.sampler import TransformersSampler
-        from xray_runtime.models.merging import whole_model
+        from xray_runtime.models.merging import opened_model
 
-        with _loading(directory), whole_model(directory) as whole:
-            self._sampler = TransformersSampler(whole, EngineRank(device))
+        with _loading(directory), opened_model(directory) as model:
+            self._sampler = TransformersSampler(model, EngineRank(device))
         self._limits = limits
 
     def answers(self, prompts: Sequence[Messages], seeds: Sequence[int]) -> list[str]:

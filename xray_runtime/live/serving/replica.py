@@ -23,7 +23,7 @@ from xray_runtime.live.serving.json_bodies import JsonBodies
 from xray_runtime.live.serving.middleware import Tagged
 from xray_runtime.live.serving.recorder import RecorderHandle
 from xray_runtime.live.serving.recording import FEEDBACK_PATH, Outbox, RecordingMiddleware, prometheus_count
-from xray_runtime.models.merging import whole_model
+from xray_runtime.models.merging import opened_model
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 3600
@@ -85,7 +85,7 @@ class Replica:
             if damages := verify(served.directory, served.sha256):
                 raise NotServedError(f"{served.directory.name}: {damages[0]}")
         # Nothing reads its files after the start.
-        with whole_model(model.directory) as directory:
+        with opened_model(model.directory) as directory:
             options = arguments(
                 directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
             )

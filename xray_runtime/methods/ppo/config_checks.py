@@ -28,7 +28,9 @@ def check_correction(config: Any, anchored: bool) -> None:
             "policy before an update"
         )
     if floor and mode != "mask":
-        raise ValueError(f"importance_floor = {floor} must be 0 with importance_correction = {mode!r}: 'mask' drops")
+        raise ValueError(
+            f"importance_floor = {floor} must be 0 with importance_correction = {mode!r}: only 'mask' drops tokens"
+        )
 
 
 def check_sources(config: Any) -> None:

@@ -100,14 +100,14 @@ class PromptOrder:
         if config.column is not None:
             prompts = self._ranked[self.cursor.take(count)].tolist()
             return Drawn(prompts, [f"{config.column} {self._values[prompt]:g}" for prompt in prompts])
-        found: list[int] = []
-        while len(found) < count:
-            for prompt in self.cursor.take(count - len(found)):
+        drawn: list[int] = []
+        while len(drawn) < count:
+            for prompt in self.cursor.take(count - len(drawn)):
                 if self._rests[prompt]:
                     self._rests[prompt] -= 1
                 else:
-                    found.append(prompt)
-        return Drawn(found, [self._reason(prompt) for prompt in found])
+                    drawn.append(prompt)
+        return Drawn(drawn, [self._reason(prompt) for prompt in drawn])
 
     def record(self, prompts: np.ndarray, rewards: np.ndarray) -> None:
         """Take note of an iteration's rewards before scaling, float [B], of replies to `prompts`, int [B]; NaN: a reply
@@ -116,11 +116,11 @@ class PromptOrder:
         if config is None:
             return
         scored = ~np.isnan(rewards)
-        numbers, place = np.unique(prompts[scored], return_inverse=True)
-        counts = np.bincount(place)
+        numbers, index_of = np.unique(prompts[scored], return_inverse=True)
+        counts = np.bincount(index_of)
         self._draws[numbers] += 1
-        self._reward[numbers] = np.bincount(place, rewards[scored]) / counts
-        success = np.bincount(place, rewards[scored] >= config.solved_at) / counts
+        self._reward[numbers] = np.bincount(index_of, rewards[scored]) / counts
+        success = np.bincount(index_of, rewards[scored] >= config.solved_at) / counts
         self._success[numbers] = success
         if config.by == "success":
             self._rests[numbers] = np.where((success >= config.easy) | (success <= config.hard), config.rest, 0)
@@ -162,30 +162,28 @@ class PromptOrder:
         return f"{self._success[prompt]:.0%} solved it"
 
     def _probabilities(self, count: int) -> np.ndarray:
-        config, weights = self._config, self._weights
+        config, function = self._config, self._weights
         assert config is not None
-        assert weights is not None
+        assert function is not None
         known = PromptStatistics(self._draws.copy(), self._success.copy(), self._reward.copy(), self.column)
-        found = np.asarray(weights(known), np.float64)
-        if found.shape != (len(self._prompts),):
+        weights = np.asarray(function(known), np.float64)
+        if weights.shape != (len(self._prompts),):
             raise ValueError(
-                f"curriculum: {config.by} returned shape {found.shape}, must be ({len(self._prompts)},): a weight for "
-                "each prompt"
+                f"curriculum: {config.by} returned shape {weights.shape}, must be ({len(self._prompts)},): a weight "
+                "for each prompt"
             )
-        if not (np.isfinite(found) & (found >= 0)).all():
+        if not (np.isfinite(weights) & (weights >= 0)).all():
             raise ValueError(f"curriculum: {config.by} returned a weight that is negative or not finite")
-        if np.count_nonzero(found) < count:
-            raise ValueError(
-                f"curriculum: {config.by} returned {np.count_nonzero(found)} weights above 0, must be at least {count}"
-            )
-        chances: np.ndarray = found / found.sum()
+        if (usable := np.count_nonzero(weights)) < count:
+            raise ValueError(f"curriculum: {config.by} returned {usable} weights above 0, must be at least {count}")
+        chances: np.ndarray = weights / weights.sum()
         return chances
 
 
 def _numbers(name: str, values: np.ndarray, prompts: UniquePrompts) -> np.ndarray:
     """The column as float64 [N]. Raises ValueError naming the first row that has no finite number."""
-    for place, value in enumerate(values):
+    for prompt, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            row = int(prompts.rows[place])
+            row = int(prompts.rows[prompt])
             raise ValueError(f"curriculum.column = {name!r}: row {row} has {value!r}, which is not a finite number")
     return np.array(values, np.float64)

@@ -84,11 +84,11 @@ class Functions:
     def of_stage(stage: Stage[PPOConfig, PPOInputs]) -> Functions:
         """Those of a stage, the user's own after `check_loss` and `check_advantages`. Raises ValueError as they."""
         config = stage.config
-        loss = own_function(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
-        return Functions.of(config, loss, own_function(stage, "advantages", config.advantages, check_advantages))
+        loss = user_function(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
+        return Functions.of(config, loss, user_function(stage, "advantages", config.advantages, check_advantages))
 
 
-def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
+def user_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:
     """The user's function `name` of a config field, checked; None if it is a built-in."""
     if not is_function(name):
         return None
@@ -100,7 +100,7 @@ def own_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, chec
 def weight_function(stage: Stage[PPOConfig, PPOInputs]) -> WeightFunction | None:
     """The user's function of a curriculum."""
     curriculum = stage.config.curriculum
-    return None if curriculum is None else own_function(stage, "curriculum.by", curriculum.by, lambda *_: None)
+    return None if curriculum is None else user_function(stage, "curriculum.by", curriculum.by, lambda *_: None)
 
 
 @dataclass(frozen=True)

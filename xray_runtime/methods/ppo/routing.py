@@ -32,7 +32,7 @@ def check_routing(
     if routing == "own":
         return
     if environment is not None:
-        why = "a turn that is read again would have other routes than those it was sampled by"
+        why = "a turn that is read again would take other routes than when it was sampled"
         raise ValueError(unsupported(REPLAY, "environment", why=why))
     if trainable_layers is not None:
         why = "the reference shares the frozen layers, and has routes of its own"

@@ -261,7 +261,7 @@ def _read_one(
         for where, given in records:
             record = renamed(f"{field}.rename_columns", where, given, names, unseen)
             try:
-                one = _conversation(where, pictures.found(where, record), config, unread)
+                one = _conversation(where, pictures.store(where, record), config, unread)
             except ValueError as error:
                 raise ValueError(f"{error}{_unseen(field, unseen)}") from error
             absent.difference_update(record)

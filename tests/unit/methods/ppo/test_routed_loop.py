@@ -216,5 +216,5 @@ def test_a_reply_that_is_cut_keeps_the_routes_of_what_is_left() -> None:
     assert (columns["route_weights"].values[[5, 10]] == 0).all()
     short = Reply(tokens, [-0.1] * 4, Routes(ids[1:], ids[1:].astype(np.float32)))
     for wrong in (short, Reply(tokens, [-0.1] * 4)):
-        with pytest.raises(RuntimeError, match="the generator did not say the experts of every token"):
+        with pytest.raises(RuntimeError, match="the generator did not return the experts of every token"):
             _route_columns([prompt], [wrong])

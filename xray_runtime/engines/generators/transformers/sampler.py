@@ -53,7 +53,7 @@ class TransformersSampler(Sampler):
     def _generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> Any:
         """transformers' `generate`, of prompts with or without pictures."""
         assert self._pictures is not None
-        # It would place a batch of texts behind the pictures of the one before.
+        # Left over from the previous batch, it would shift the positions of a batch without pictures.
         self._lm.model.rope_deltas = None
         is_picture, device = input_ids < 0, input_ids.device
         if bool(is_picture.any()):

@@ -1,8 +1,8 @@
 """The experts that vLLM's routers choose while it samples on a CPU.
 
 vLLM's own `enable_return_routed_experts` brings ids without weights, and needs a model runner that CPUs do not have.
-Here each layer's router is watched, and its rows are dealt out to the requests of a step. A request that vLLM preempts
-is computed again from its first token on: what is kept is what its tokens were sampled by.
+Here the choices of each layer's router are recorded, and split among the requests of a step. A request that vLLM
+preempts is computed again from its first token: the routes that its tokens were sampled by are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedRequests:
         self.step: dict[int, Choice] = {}
         """Layer → what it chose in the step that is computed."""
 
-    def deal_out(self, rows: Iterator[tuple[str, int, int]]) -> None:
+    def split_step(self, rows: Iterator[tuple[str, int, int]]) -> None:
         """End a step; `rows` are (request, position of its first token, number of tokens), in the order of the tokens.
 
         Raises RuntimeError: a layer did not ask its router, or a request lacks tokens before those of the step.
@@ -47,7 +47,7 @@ class RecordedRequests:
         ids, weights, row = ids.astype(self._dtype), weights.astype(np.float32), 0
         for request, first, count in rows:
             if (new := self._known[request] - first) < 0:
-                raise RuntimeError("vLLM took a prefix from its cache, of whose tokens the experts are not known")
+                raise RuntimeError("vLLM took a prefix from its cache, so the experts of its tokens are not known")
             if new < count:
                 self._steps[request].append(Routes(ids[row + new : row + count], weights[row + new : row + count]))
                 self._known[request] = first + count
@@ -68,7 +68,7 @@ def recorded_requests(runner: Any) -> Iterator[RecordedRequests]:
         raise ValueError("generator: vLLM's routers of this model cannot be recorded: set routing to 'own'")
     recorded, execute = RecordedRequests(routers), runner.execute_model
 
-    def watched(layer: int, compute: Callable[..., Choice]) -> Callable[..., Choice]:
+    def recording(layer: int, compute: Callable[..., Choice]) -> Callable[..., Choice]:
         def choose(*args: Any, **options: Any) -> Choice:
             weights, ids = compute(*args, **options)
             recorded.step[layer] = weights.clone(), ids.clone()
@@ -76,19 +76,19 @@ def recorded_requests(runner: Any) -> Iterator[RecordedRequests]:
 
         return choose
 
-    def executed(scheduled: Any, *args: Any, **options: Any) -> Any:
+    def execute_and_split(scheduled: Any, *args: Any, **options: Any) -> Any:
         output, counts = execute(scheduled, *args, **options), scheduled.num_scheduled_tokens
         if counts:
             batch = runner.input_batch
             firsts = batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
             # vLLM adds some characters to callers' ids, to make them unique.
             names = [name.rpartition("-")[0] for name in batch.req_ids]
-            recorded.deal_out(zip(names, firsts, map(counts.__getitem__, batch.req_ids), strict=True))
+            recorded.split_step(zip(names, firsts, map(counts.__getitem__, batch.req_ids), strict=True))
         return output
 
     for layer, router in enumerate(routers):
-        router._compute_routing = watched(layer, router._compute_routing)
-    runner.execute_model = executed
+        router._compute_routing = recording(layer, router._compute_routing)
+    runner.execute_model = execute_and_split
     try:
         yield recorded
     finally:

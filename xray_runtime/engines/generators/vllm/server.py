@@ -50,8 +50,8 @@ def adapter_arguments(adapters: Sequence[tuple[str, Path, int, Sequence[str]]]) 
         return []
     modules = [json.dumps({"name": name, "path": str(path)}) for name, path, _, _ in adapters]
     ranks, layers = [rank for _, _, rank, _ in adapters], sorted({each for *_, of in adapters for each in of})
-    # vLLM's kernels for CPU give a row without an adapter, of number -1, the last one's where others have some: it is
-    # left empty.
+    # In a batch with adapters, vLLM's CPU kernels give rows without one (number -1) that of the last slot, which is
+    # therefore left empty.
     slots = str(len(adapters) + 1)
     options = ["--enable-lora", "--max-loras", slots, "--max-lora-rank", str(allowed_rank(max(ranks)))]
     return [*options, "--lora-target-modules", *layers, "--lora-modules", *modules]
