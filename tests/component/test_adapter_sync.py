@@ -46,7 +46,7 @@ def engine_of(directory: Path, lora: LoRAConfig | None, engine: str = "vllm") ->
     return Generation(directory, 32, GeneratorConfig(engine=engine), runtime, EngineRank("cpu"), lora)
 
 
-@ray.remote(max_calls=1)
+@ray.remote(num_cpus=0, max_calls=1)
 def _merged(directory: Path, base: Path, library: str) -> list[ReplyBatch]:
     engine = engine_of(base, None, library)
     first = replies(engine, 0)
@@ -54,7 +54,7 @@ def _merged(directory: Path, base: Path, library: str) -> list[ReplyBatch]:
     return [first, replies(engine, 1)]
 
 
-@ray.remote(max_calls=1)
+@ray.remote(num_cpus=0, max_calls=1)
 def _beside(base: Path, place: Path, library: str) -> dict[str, Any]:
     engine, memory = engine_of(base, LORA, library), SharedWriter()
 
