@@ -21,7 +21,7 @@ GROUPS, SAMPLES, PROMPT, TURN = 5, 8, 40, 12
 """A prompt has a whole block of 32 tokens; a second turn's prompt is the first and its continuation."""
 
 
-@ray.remote(max_calls=1)
+@ray.remote(num_cpus=0, max_calls=1)
 def _replies(directory: Path, caching: bool) -> tuple[list[TextBatch], list[int], int]:
     """(replies of five calls, tokens that each call found in the cache, blocks of the cache), from an engine in a
     process of its own."""

@@ -42,7 +42,7 @@ def generation(directory: Path, engine: str) -> Generation:
     return Generation(directory, 64, GeneratorConfig(engine=engine), RUNTIME, EngineRank("cpu"))
 
 
-@ray.remote(max_calls=1)
+@ray.remote(num_cpus=0, max_calls=1)
 def _sampled(directory: Path, engine: str) -> dict[str, ReplyBatch]:
     made = generation(directory, engine)
     first = made.generate(PROMPTS, SEEDS, replace(SAMPLING, routes=False), 0)
