@@ -1,6 +1,6 @@
-"""What the signed log costs: an entry, a witness's cosignature, and reading it whole or since the last audit.
+"""Measure the signed log: the time of an entry, of a witness's cosignature, and of an audit in full or since the last.
 
-python -m benchmarks.evidence [DIRECTORY]     seconds of the processor; the disk's are beside them
+python -m benchmarks.evidence [DIRECTORY]     processor time, with elapsed time beside it
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEW = 100
 
 
 def milliseconds(work: Callable[[], object], count: int) -> str:
-    """Of the processor, and of the clock, for each of `count`."""
+    """Processor time and elapsed time of `work`, divided by `count`, as text."""
     processor, clock = time.process_time(), time.perf_counter()
     work()
     used = time.process_time() - processor, time.perf_counter() - clock

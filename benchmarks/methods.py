@@ -1,4 +1,4 @@
-"""What does each method of `ppo` give? Every preset on one verifiable task, in this process: no Ray, no engine.
+"""Compare every method of `ppo` on one verifiable task, in this process, without Ray or an engine.
 
     python -m benchmarks.methods [--seeds 3] [--methods grpo dppo_tv …]
 
@@ -51,7 +51,7 @@ class Run:
     after: float
     seconds: float
     mismatch: list[float] = field(default_factory=list)
-    """Of generator and trainer, in nats a token, by iteration."""
+    """Mean |log-probability difference| between generator and trainer in each iteration, nats per token."""
     dropped: list[float] = field(default_factory=list)
     """Share of tokens without a gradient, or with a cut one: by loss and importance weights."""
 

@@ -1,4 +1,4 @@
-"""What replayed routes change: GRPO on a small mixture whose sampler rounds to bfloat16, with and without.
+"""Compare GRPO with and without replayed routes, on a small mixture whose sampler computes in bfloat16.
 
     python -m benchmarks.routes --out docs/routes.md
 
@@ -52,7 +52,7 @@ class Curve:
     """One run; a number an iteration."""
 
     mismatch: list[float]
-    """Of sampler and trainer, in nats a token, by the routes that are trained on."""
+    """Mean |log-probability difference| of sampler and trainer, nats per token, by the routes that are trained on."""
     mismatch_own: list[float]
     """By the trainer's own routes."""
     reward: list[float]

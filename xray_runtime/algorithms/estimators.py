@@ -17,11 +17,11 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import gae
 from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
-from xray_runtime.algorithms.streams import COLUMN, StreamError, read
+from xray_runtime.algorithms.streams import StreamError, TokenStreams, read
 
 
 @dataclass(frozen=True)
-class AdvantageInputs:
+class AdvantageInputs(TokenStreams):
     """One rollout; replies without a score are left out, and vote in no mean.
 
     What an estimator reads of the properties is computed, and nothing else.
@@ -47,31 +47,6 @@ class AdvantageInputs:
     """Name → values of what the properties read."""
 
     @property
-    def rollout_logprobs(self) -> Tensor:
-        """[B, T] the generator's own, of the policy that sampled."""
-        return read(self.streams, "rollout_logprobs")
-
-    @property
-    def old_logprobs(self) -> Tensor:
-        """[B, T] the trainer's own, before the update."""
-        return read(self.streams, "old_logprobs")
-
-    @property
-    def ref_logprobs(self) -> Tensor:
-        """[B, T] the reference's."""
-        return read(self.streams, "ref_logprobs")
-
-    @property
-    def versions(self) -> Tensor:
-        """[B] int64: updates before the (oldest) policy that sampled the reply."""
-        return read(self.streams, "versions")
-
-    @property
-    def turns(self) -> Tensor:
-        """[B, T] int64 from 0: which stretch of its reply, between what the policy only read, each token is of."""
-        return read(self.streams, "turns")
-
-    @property
     def sources(self) -> Tensor:
         """[B, S] raw score of each reply by each source of reward; NaN where the source does not apply."""
         return read(self.streams, "sources")
@@ -80,25 +55,6 @@ class AdvantageInputs:
     def source_weights(self) -> Tensor:
         """[S] their weights."""
         return read(self.streams, "source_weights")
-
-    @property
-    def teacher_logprobs(self) -> Tensor:
-        """[B, T] a teacher's. Nothing provides them: raises ValueError; so do `topk_ids` and `topk_logprobs`."""
-        return read(self.streams, "teacher_logprobs")
-
-    @property
-    def topk_ids(self) -> Tensor:
-        """[B, T, k] the sampler's likeliest tokens."""
-        return read(self.streams, "topk_ids")
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """[B, T, k] their log-probabilities."""
-        return read(self.streams, "topk_logprobs")
-
-    def column(self, name: str) -> Tensor:
-        """[B] the numbers in a column of the dataset, float64; NaN where a row has none."""
-        return read(self.streams, COLUMN + name)
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Tensor | tuple[Tensor, Tensor]]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
-from xray_runtime.algorithms.streams import COLUMN, StreamError, read
+from xray_runtime.algorithms.streams import StreamError, TokenStreams, read
 
 
 @dataclass(frozen=True)
-class PolicyLossInputs:
+class PolicyLossInputs(TokenStreams):
     """Response tokens of one micro-batch, [R] each; any common shape where `replies` is None.
 
     A loss may couple the tokens of a reply, never those of two replies: how a minibatch is split must not matter. What
@@ -35,53 +35,9 @@ class PolicyLossInputs:
     """Name → values of what the properties read."""
 
     @property
-    def old_logprobs(self) -> Tensor:
-        """The trainer's own, before the rollout's first update."""
-        return read(self.streams, "old_logprobs")
-
-    @property
-    def rollout_logprobs(self) -> Tensor:
-        """The generator's own, of the policy that sampled."""
-        return read(self.streams, "rollout_logprobs")
-
-    @property
-    def ref_logprobs(self) -> Tensor:
-        """The reference's."""
-        return read(self.streams, "ref_logprobs")
-
-    @property
-    def versions(self) -> Tensor:
-        """int64: updates before the (oldest) policy that sampled the token's reply."""
-        return read(self.streams, "versions")
-
-    @property
-    def turns(self) -> Tensor:
-        """int64 from 0: which stretch of its reply, between what the policy only read, each token is of."""
-        return read(self.streams, "turns")
-
-    @property
     def groups(self) -> Tensor:
         """int64 from 0: which prompt of the rollout each token's reply answers."""
         return read(self.streams, "groups")
-
-    @property
-    def teacher_logprobs(self) -> Tensor:
-        """A teacher's. Nothing provides them: raises ValueError; so do `topk_ids` and `topk_logprobs`."""
-        return read(self.streams, "teacher_logprobs")
-
-    @property
-    def topk_ids(self) -> Tensor:
-        """The sampler's likeliest tokens [R, k]."""
-        return read(self.streams, "topk_ids")
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """Their log-probabilities [R, k]."""
-        return read(self.streams, "topk_logprobs")
-
-    def column(self, name: str) -> Tensor:
-        """The numbers in a column of the dataset, each token its row's; NaN where the row has none."""
-        return read(self.streams, COLUMN + name)
 
     @property
     def log_ratio(self) -> Tensor:

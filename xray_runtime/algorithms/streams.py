@@ -32,6 +32,61 @@ def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
     raise StreamError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
 
 
+class TokenStreams:
+    """Streams that losses and advantages may read: a number for each token, [B, T] for advantages, [R] for a loss.
+
+    Each raises ValueError, one line, where nothing provides it: so do `teacher_logprobs`, `topk_ids` and
+    `topk_logprobs` today.
+    """
+
+    streams: Mapping[str, Tensor]
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """The trainer's own, before the rollout's first update."""
+        return read(self.streams, "old_logprobs")
+
+    @property
+    def rollout_logprobs(self) -> Tensor:
+        """The generator's own, of the policy that sampled."""
+        return read(self.streams, "rollout_logprobs")
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """The reference's."""
+        return read(self.streams, "ref_logprobs")
+
+    @property
+    def versions(self) -> Tensor:
+        """int64: updates before the (oldest) policy that sampled the reply; for advantages [B]."""
+        return read(self.streams, "versions")
+
+    @property
+    def turns(self) -> Tensor:
+        """int64 from 0: which stretch of its reply, between what the policy only read, each token is of."""
+        return read(self.streams, "turns")
+
+    @property
+    def teacher_logprobs(self) -> Tensor:
+        """A teacher's."""
+        return read(self.streams, "teacher_logprobs")
+
+    @property
+    def topk_ids(self) -> Tensor:
+        """The sampler's likeliest tokens, with a last axis [k]."""
+        return read(self.streams, "topk_ids")
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """Their log-probabilities."""
+        return read(self.streams, "topk_logprobs")
+
+    def column(self, name: str) -> Tensor:
+        """The numbers in a column of the dataset, float64: [B] for advantages; for a loss each token has its row's.
+        NaN where a row has none."""
+        return read(self.streams, COLUMN + name)
+
+
 class Probe(Mapping[str, Tensor]):
     """Streams that note in `noted` which of them are read.
 
