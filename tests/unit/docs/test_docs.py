@@ -217,7 +217,7 @@ def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 500
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
-    # adapters, long rows and more families, by more methods.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 14_600
+    # adapters, long rows and more families, by more methods, from teachers too, and samples without waiting.
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 16_500
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []
