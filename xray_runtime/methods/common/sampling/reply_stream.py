@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -118,7 +118,6 @@ class ReplyStream:
     Attributes:
         failure: the first error of the generator or of `on_ended`; every later request fails with it.
         version: the policy's, for requests that name none.
-        busy_s: seconds in which the generator had a batch.
     """
 
     def __init__(
@@ -129,7 +128,8 @@ class ReplyStream:
         self._changed = threading.Condition()
         self._is_running = self._is_held = self._is_closed = False
         self.failure: BaseException | None = None
-        self.version, self.busy_s, self._num_stale = 0, 0.0, 0
+        self.version, self._num_stale = 0, 0
+        self._busy_s, self._began = 0.0, cast("float | None", None)
         self._measured = time.perf_counter(), 0.0
         """(now, `busy_s`) at the last `take_idle`."""
         self._thread = threading.Thread(target=self._run, name="reply stream", daemon=True)
@@ -178,6 +178,12 @@ class ReplyStream:
         found, self._num_stale = self._num_stale, 0
         return found
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the generator had a batch."""
+        began = self._began
+        return self._busy_s + (0.0 if began is None else time.perf_counter() - began)
+
     def take_idle(self) -> float:
         """The share of the time since the last call in which the generator had no batch."""
         (begin, busy), self._measured = self._measured, (time.perf_counter(), self.busy_s)
@@ -225,11 +231,11 @@ class ReplyStream:
         return batch, *first
 
     def _sample(self, batch: list[_Waiting], sampling: Sampling, version: int) -> None:
-        begin = time.perf_counter()
+        self._began = time.perf_counter()
         seeds = np.array([part_seed(waiting.seed, waiting.part) for waiting in batch])
         rows = PromptBatch(input_ids=Ragged.of([*waiting.prompt, *waiting.ids] for waiting in batch), seed=seeds)
         replies = self._generate(rows, sampling, version)
-        self.busy_s += time.perf_counter() - begin
+        self._busy_s, self._began = self.busy_s, None
         done: list[tuple[_Waiting, Sampled]] = []
         others: list[_Waiting] = []
         columns = zip(replies.response_ids, replies.rollout_logprobs, replies.ended, strict=True)
