@@ -90,9 +90,9 @@ class Episodes:
             self._begin(episode, Start(**start))
         turn = 0
         while active := [episode for episode in episodes if not episode.over]:
-            said = say(active, turn)
+            replies = say(active, turn)
             for episode, reply, text in zip(
-                active, said, decode_replies(self._tokenizer, [reply.ids for reply in said]), strict=True
+                active, replies, decode_replies(self._tokenizer, [reply.ids for reply in replies]), strict=True
             ):
                 episode.say(reply.ids, reply.logprobs)
                 episode.replies.append(text)

@@ -45,7 +45,7 @@ class PlayedEpisode:
 
 
 class _GivenUpError(RuntimeError):
-    """Nobody waits for the episode."""
+    """The episode was dropped."""
 
 
 class _StaleError(RuntimeError):

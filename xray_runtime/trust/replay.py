@@ -234,8 +234,7 @@ def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, j
         found = restore_answers(checkpoint, journal)
         if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):
             found.add(ENVIRONMENT)
-        if isinstance(config, PPOConfig) and config.in_flight_updates:
-            restore_groups(checkpoint, config, last, journal)
+        restore_groups(checkpoint, config, last, journal)
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
     return sorted(found)

@@ -36,8 +36,8 @@ from xray_runtime.methods.common.sampling.episode_source import (
     EpisodeSampler,
     SamplerSetup,
     open_episodes,
-    open_in_flight,
 )
+from xray_runtime.methods.common.sampling.replies_in_flight import open_in_flight
 from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens

@@ -178,9 +178,11 @@ def _key(iteration: int) -> str:
     return hashlib.sha256(f"{SOURCE} {iteration}".encode()).hexdigest()[:32]
 
 
-def restore_groups(checkpoint: Path, config: PPOConfig, last: int, journal: Journal) -> None:
+def restore_groups(checkpoint: Path, config: Section, last: int, journal: Journal) -> None:
     """Write the schedule of a checkpoint's ledger to `journal`, and what was sampled by it, as an earlier attempt
-    would, up to iteration `last`. Raises ValueError if a shard is damaged."""
+    would, up to iteration `last`; nothing without `in_flight_updates`. Raises ValueError if a shard is damaged."""
+    if not getattr(config, "in_flight_updates", False):
+        return
     for number in (number for number in iterations(checkpoint / LEDGER) if number <= last):
         shard = read_shard(shard_path(checkpoint / LEDGER, number))
         table = shard.table.sort_by("row")

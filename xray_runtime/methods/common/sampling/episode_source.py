@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,8 +20,6 @@ from xray_runtime.methods.common.environment import (
     environment_of,
 )
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
-from xray_runtime.methods.common.sampling.in_flight_source import AnySource
-from xray_runtime.methods.common.sampling.replies_in_flight import RepliesInFlight
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.protocols import ModelHandle
@@ -108,16 +106,3 @@ def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
         raise ValueError(f"{setup.stage.name}.environment: {TEXTS_ALONE}")
     with source_of(environment).open(setup) as episodes:
         yield episodes
-
-
-@contextmanager
-def open_in_flight(setup: SamplerSetup, episodes: EpisodeSampler | None) -> Iterator[AnySource | None]:
-    """What plays a stage's replies or `episodes` with `in_flight_updates`; None without."""
-    if not setup.stage.config.in_flight_updates:
-        yield None
-    elif episodes is not None:
-        # An environment's source opened it for this.
-        yield cast("AnySource", episodes)
-    else:
-        with closing(RepliesInFlight(setup)) as replies:
-            yield replies

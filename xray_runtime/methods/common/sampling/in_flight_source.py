@@ -1,4 +1,4 @@
-"""What plays the replies or episodes of a stage whose weights change meanwhile (`methods.ppo.in_flight`)."""
+"""The protocol of replies and episodes that run while the weights change (`methods.ppo.in_flight`)."""
 
 from __future__ import annotations
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.common.sampling.in_flight_source import AnySource
 from xray_runtime.methods.common.sampling.journaled_turns import JournaledTurns, Place, turns_line, version_columns
 from xray_runtime.methods.common.sampling.reply_stream import ReplyStream, Sampled, by_token
 from xray_runtime.methods.common.training.finite import check_rollout
@@ -21,7 +22,7 @@ from xray_runtime.rewards.journal import Journal
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.methods.common.sampling.episode import EpisodeBatch
-    from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
+    from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, SamplerSetup
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,16 @@ class RepliesInFlight:
         answer = get(self._generator.generate.remote(rows, sampling, version))
         check_rollout(answer, len(rows), sampling)
         return answer
+
+
+@contextmanager
+def open_in_flight(setup: SamplerSetup, episodes: EpisodeSampler | None) -> Iterator[AnySource | None]:
+    """The replies, or the `episodes`, of a stage with `in_flight_updates`; None without."""
+    if not setup.stage.config.in_flight_updates:
+        yield None
+    elif episodes is not None:
+        # They were opened for this.
+        yield cast("AnySource", episodes)
+    else:
+        with closing(RepliesInFlight(setup)) as replies:
+            yield replies

@@ -95,7 +95,7 @@ class _Waiting:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of each token so far."""
+    """The version of each token so far."""
     part: int = 0
 
     @property
@@ -271,7 +271,7 @@ class RecordedReply:
     prompt: list[int]
     seed: int
     sampling: Sampling
-    """Of the whole reply."""
+    """That of the whole reply."""
     size: int
     """Tokens of its parts."""
     ids: list[int]
