@@ -45,6 +45,7 @@ _ROUTE_IDS = column(
     "[B, T, L, K]", "uint8, uint16", "engines.generation", f"{_OBJECTIVES}, ppo.ledger_writer", "see `data.routes`"
 )
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
+_TEACHER_LOGPROBS = column("[B, R]", "float32", "models.teacher_objective", "ppo.experience, models", "by a teacher")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
 
 
@@ -156,6 +157,8 @@ class PolicyBatch(TextBatch[A]):
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     """Only if the KL is in the loss, or the loss reads it."""
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    """Only if the loss reads it."""
     branches: Ragged[A] = _BRANCHES
 
 
@@ -216,6 +219,7 @@ class Scores(ColumnBatch[A]):
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns")
 """Columns of single tokens that a policy loss may read."""
 
 

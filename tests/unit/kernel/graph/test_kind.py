@@ -55,13 +55,13 @@ def body(stage: Any, out: Path, recorder: Any) -> int:
 
 
 def test_a_decorated_body_is_a_kind() -> None:
-    made = stage_kind("distill", config=Fields, inputs=OneModel, output=Model, title="a student")(body)
+    made = stage_kind("own", config=Fields, inputs=OneModel, output=Model, title="a student")(body)
     assert isinstance(made, StageKind)
-    assert find_kind("distill") is made
+    assert find_kind("own") is made
     assert made.run is body
     assert made.module == made.registered_in == __name__
     assert (made.name, made.config, made.inputs, made.output, made.title) == (
-        "distill",
+        "own",
         Fields,
         OneModel,
         Model,
