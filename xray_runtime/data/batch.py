@@ -46,6 +46,8 @@ _ROUTE_IDS = column(
 )
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
 _TEACHER_LOGPROBS = column("[B, R]", "float32", "models.teacher_objective", "ppo.experience, models", "by a teacher")
+_TEACHER_TOPK_IDS = column("[B, R, k]", "int32", "models.teacher_objective", "models", "the teacher's likeliest tokens")
+_TEACHER_TOPK_LOGPROBS = column("[B, R, k]", "float32", "models.teacher_objective", "models", "of these, by it")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
 
 
@@ -159,6 +161,9 @@ class PolicyBatch(TextBatch[A]):
     """Only if the KL is in the loss, or the loss reads it."""
     teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
     """Only if the loss reads it."""
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    """With `distillation.beta`; so is `teacher_topk_logprobs`."""
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     branches: Ragged[A] = _BRANCHES
 
 
@@ -220,6 +225,8 @@ class Scores(ColumnBatch[A]):
     """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")

@@ -128,6 +128,7 @@ STATISTICS = (
         "sum over rows",
     ),
     listed("policy_loss", "number", "float", _POLICY, "methods.ppo.metrics", "sum over tokens"),
+    listed("teacher_divergence", "number", "float", _POLICY, "methods.ppo.metrics", "sum over tokens"),
     listed("entropy_sum", "number", "float", _POLICY, "methods.ppo.metrics", "sum over tokens"),
     listed("clip_count", "number", "float", _POLICY, "methods.ppo.metrics", "tokens whose ratio was clipped"),
     listed("dual_clip_count", "number", "float", _POLICY, "methods.ppo.metrics", "tokens that `dual_clip` clipped"),

@@ -98,9 +98,9 @@ def build_experience(
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
     advantages, returns = estimate(functions.advantages, inputs, config.advantages)
     advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
-    if config.distillation is not None and config.distillation.coef:
+    if config.distillation is not None and config.distillation.at_samples:
         taught = teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
-        advantages = advantages + config.distillation.coef * taught
+        advantages = advantages + config.distillation.at_samples * taught
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
@@ -110,6 +110,7 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
+        **scores.pick("teacher_topk_ids", "teacher_topk_logprobs"),
         **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:

@@ -19,6 +19,7 @@ from xray_runtime.methods.common.training.steps import router_metrics
 POLICY_SUMS = {
     "policy/loss": "policy_loss",
     "policy/entropy": "entropy_sum",
+    "policy/teacher_divergence": "teacher_divergence",
     "policy/clip_fraction": "clip_count",
     "policy/dual_clip_fraction": "dual_clip_count",
     "policy/approx_kl": "approx_kl_sum",

@@ -84,4 +84,8 @@ def _merged(lora: LoRAConfig | None) -> LoRAConfig | None:
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     """Whether the reference is the policy with its adapters off."""
     policy, reference = stage.inputs.policy, stage.inputs.reference
-    return stage.config.has_reference and stage.config.lora is not None and (reference is None or reference.path == policy.path)
+    return (
+        stage.config.has_reference
+        and stage.config.lora is not None
+        and (reference is None or reference.path == policy.path)
+    )

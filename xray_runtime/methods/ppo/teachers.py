@@ -7,8 +7,10 @@ an error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
 
+MOST_WHOLE = 8192
+"""Tokens of the largest vocabulary that is compared whole."""
 CHECKED_PROMPTS = 16
 """Prompts that both tokenizers render before anything is computed; later ones are checked as they are drawn."""
 
@@ -66,6 +70,13 @@ class Teachers:
         """Teachers whose chat templates are others than the policy's."""
         for role, path in self._paths.items():
             self._check_tokenizer(role, load_tokenizer(path))
+        self._num_tokens = vocabulary(stage.inputs.policy.path)
+        if config.beta is not None and config.top_k is None and self._num_tokens > MOST_WHOLE:
+            raise ValueError(
+                f"{stage.name}.distillation.top_k = None must be a number with a vocabulary of {self._num_tokens:,} "
+                f"tokens: the whole one is sent for each token, so at most {MOST_WHOLE:,} are allowed"
+            )
+        self._top_k = 0 if config.beta is None else config.top_k or self._num_tokens
         limits = map(max_positions, self._paths.values() or [stage.inputs.policy.path])
         self._limit = min((limit for limit in limits if limit is not None), default=None)
         self._check_prompts(list(self._paths), [prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts)))])
@@ -73,7 +84,7 @@ class Teachers:
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of those that are models, to open with the stage's others."""
         config = self._stage.config
-        objective = TeacherObjective(config.temperature)
+        objective = TeacherObjective(config.temperature, self._top_k, self._num_tokens)
         return {role: ModelSpec(path, objective, frozen=config.frozen) for role, path in self._paths.items()}
 
     def requests(
@@ -181,8 +192,12 @@ class Teachers:
                     )
 
 
+def vocabulary(checkpoint: Path) -> int:
+    """Tokens that a model scores."""
+    content = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return int(content.get("text_config", content)["vocab_size"])
+
+
 def _of_teacher(scores: Scores) -> Scores:
     """A teacher's answer; the policy's own log-probabilities where it is its own teacher."""
-    if "teacher_logprobs" in scores:
-        return Scores(teacher_logprobs=scores.teacher_logprobs)
-    return Scores(teacher_logprobs=scores.logprobs)
+    return scores if "teacher_logprobs" in scores else Scores(teacher_logprobs=scores.logprobs)
