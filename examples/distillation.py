@@ -34,7 +34,7 @@ def distillation(output: str = "runs/distillation", seed: int = 0, iterations: i
         half = xray.prepare(source=str(folder / "half-right.jsonl"), name="half-right", **rows)
         right = xray.prepare(source=str(folder / "all-right.jsonl"), name="all-right", **rows)
         small = xray.fresh_base(half, hidden_size=128, num_layers=2, **heads, name="small")
-        large = xray.fresh_base(half, hidden_size=192, num_layers=4, **heads, name="large")
+        large = xray.fresh_base(half, hidden_size=256, num_layers=4, **heads, name="large")
         teacher = xray.sft(large, data=right, steps=steps, max_response_tokens=4, lr=1e-3, name="teacher")
         student = xray.sft(small, data=half, steps=200, max_response_tokens=4, name="student")
         policy = xray.distill(
