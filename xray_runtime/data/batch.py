@@ -143,6 +143,14 @@ class LabelledBatch(TextBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class TaughtBatch(TextBatch[A]):
+    """Replies with a teacher's distributions (`distill_replies`)."""
+
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
@@ -233,6 +241,7 @@ class Scores(ColumnBatch[A]):
     scores: A = column("[B]", "float32", "models.reward_objective", "rewards.reward_models", "of a reward model")
     reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
+    teacher_divergence: A = column("[B]", "float32", "distill_replies", "distill_replies", "from a teacher's, a reply")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
     greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
 
@@ -243,7 +252,7 @@ class Scores(ColumnBatch[A]):
         return scores
 
 
-KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
+KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, TaughtBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,17 @@ from xray_runtime.models.objectives import (
     response_logprobs,
     response_positions,
 )
-from xray_runtime.models.sequence_parallel import each_where_it_is
+from xray_runtime.models.sequence_parallel import States, each_where_it_is
+
+
+def with_likeliest(
+    module: HeadedLM, hidden: States, rows: Texts, ids: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of each response token and then of other tokens `ids` [R, k] in its place [R, 1 + k],
+    entropy [R])."""
+    at = response_positions(rows)
+    wanted = torch.cat([rows.input_ids.values[at][:, None], ids.long()], 1)
+    return module.logprobs(hidden[at - 1], wanted, temperature)
 
 
 @dataclass(frozen=True)

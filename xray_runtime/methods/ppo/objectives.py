@@ -37,6 +37,7 @@ from xray_runtime.models.objectives import (
     response_positions,
 )
 from xray_runtime.models.sequence_parallel import States
+from xray_runtime.models.teacher_objective import with_likeliest
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -57,9 +58,8 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
     def _predicted(self) -> tuple[Tensor, Tensor]:
         if "teacher_topk_ids" not in self.rows:
             return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
-        at, others = response_positions(self.rows), self.rows.teacher_topk_ids.values.long()
-        wanted = torch.cat([self.rows.input_ids.values[at][:, None], others], 1)
-        return self.module.logprobs(self.hidden[at - 1], wanted, self._config.temperature)
+        others = self.rows.teacher_topk_ids.values
+        return with_likeliest(self.module, self.hidden, self.rows, others, self._config.temperature)
 
     @property
     def logprobs(self) -> Tensor:

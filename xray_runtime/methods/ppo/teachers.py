@@ -1,16 +1,13 @@
 """The teachers of a stage: which of them scores which reply, and what it reads.
 
-A teacher reads the tokens that the policy sampled after the prompt that the policy read, so their log-probabilities are
-of the same events. A template that is one token off costs more than most policies differ from their teachers, so it is
-an error.
+A teacher reads the tokens that the policy sampled after the prompt that the policy read (`common.teacher_prompts`), so
+their log-probabilities are of the same events.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +17,8 @@ from xray_runtime.cluster.protocols import ModelHandle, Ref, get
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.models.causal_lm import load_tokenizer, max_positions
+from xray_runtime.methods.common.teacher_prompts import TeacherPrompts, compared_tokens
+from xray_runtime.models.causal_lm import max_positions
 from xray_runtime.models.teacher_objective import TeacherObjective
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
 
-MOST_WHOLE = 8192
-"""Tokens of the largest vocabulary that is compared whole."""
 CHECKED_PROMPTS = 16
 """Prompts that both tokenizers render before anything is computed; later ones are checked as they are drawn."""
 
@@ -66,20 +62,17 @@ class Teachers:
         assert config is not None
         self._stage, self._config, self._tokenizer = stage, config, tokenizer
         self._paths = {f"teacher.{number}": model.path for number, model in enumerate(stage.inputs.teacher)}
-        self._own_template: dict[str, Tokenizer] = {}
-        """Teachers whose chat templates are others than the policy's."""
-        for role, path in self._paths.items():
-            self._check_tokenizer(role, load_tokenizer(path))
-        self._num_tokens = vocabulary(stage.inputs.policy.path)
-        if config.beta is not None and config.top_k is None and self._num_tokens > MOST_WHOLE:
-            raise ValueError(
-                f"{stage.name}.distillation.top_k = None must be a number with a vocabulary of {self._num_tokens:,} "
-                f"tokens: the whole one is sent for each token, so at most {MOST_WHOLE:,} are allowed"
-            )
-        self._top_k = 0 if config.beta is None else config.top_k or self._num_tokens
+        self._readers = {
+            role: TeacherPrompts(f"{stage.name}.{role}", path, tokenizer) for role, path in self._paths.items()
+        }
+        self._top_k, self._num_tokens = compared_tokens(
+            f"{stage.name}.distillation", stage.inputs.policy.path, config.beta, config.top_k
+        )
         limits = map(max_positions, self._paths.values() or [stage.inputs.policy.path])
         self._limit = min((limit for limit in limits if limit is not None), default=None)
-        self._check_prompts(list(self._paths), [prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts)))])
+        for role, reader in self._readers.items():
+            self._check_template(role)
+            reader.check(prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts))))
 
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of those that are models, to open with the stage's others."""
@@ -103,7 +96,9 @@ class Teachers:
         places, config = self._places(len(rows), columns), self._config
         if config.demonstration is not None:
             rows = self._shown(prompts, rows, columns)
-        self._check_prompts_of(places, prompts)
+        for role, at in places.items():
+            if role in self._readers:
+                self._readers[role].check(prompts[i] for i in at)
         longest = int(rows.input_ids.lengths.max(initial=0))
         if self._limit is not None and longest > self._limit:
             raise ValueError(
@@ -158,44 +153,13 @@ class Teachers:
             )
         return given
 
-    def _check_tokenizer(self, role: str, tokenizer: Tokenizer) -> None:
-        if tokenizer.get_vocab() != self._tokenizer.get_vocab():
+    def _check_template(self, role: str) -> None:
+        same = self._readers[role].same_template
+        if not same and (self._stage.config.environment is not None or self._config.demonstration is not None):
             raise ValueError(
-                f"{self._stage.name}.{role}: its tokenizer is not allowed: its vocabulary of {len(tokenizer):,} tokens "
-                f"is not the policy's of {len(self._tokenizer):,}, whose tokens it would score"
+                f"{self._stage.name}.{role}: its chat template must be the policy's with an environment or a "
+                "demonstration"
             )
-        if tokenizer.chat_template != self._tokenizer.chat_template:
-            if self._stage.config.environment is not None or self._config.demonstration is not None:
-                raise ValueError(
-                    f"{self._stage.name}.{role}: its chat template must be the policy's with an environment or a "
-                    "demonstration"
-                )
-            self._own_template[role] = tokenizer
-
-    def _check_prompts_of(
-        self, places: Mapping[str, np.ndarray], prompts: Sequence[tuple[Messages, list[int]]]
-    ) -> None:
-        for role, at in places.items():
-            self._check_prompts([role], [prompts[i] for i in at])
-
-    def _check_prompts(self, roles: Sequence[str], prompts: Sequence[tuple[Messages, list[int]]]) -> None:
-        """Raises ValueError if one of `roles` renders a prompt as other tokens than the policy."""
-        for role in (role for role in roles if role in self._own_template):
-            found = encode_prompts(self._own_template[role], [messages for messages, _ in prompts])
-            for (messages, own), its in zip(prompts, found, strict=True):
-                if list(own) != list(its):
-                    at = next((i for i, (a, b) in enumerate(zip(own, its, strict=False)) if a != b), len(own))
-                    raise ValueError(
-                        f"{self._stage.name}.{role}: its chat template is not allowed: it reads the prompt "
-                        f"{str(messages[-1]['content'])[:40]!r} as other tokens than the policy from token {at} on; "
-                        "give both the same template"
-                    )
-
-
-def vocabulary(checkpoint: Path) -> int:
-    """Tokens that a model scores."""
-    content = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    return int(content.get("text_config", content)["vocab_size"])
 
 
 def _of_teacher(scores: Scores) -> Scores:

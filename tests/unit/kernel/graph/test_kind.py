@@ -84,7 +84,7 @@ def test_a_body_may_be_named() -> None:
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
     expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
     expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model", "split_preferences", "benchmark", "lm_eval"}
-    expected |= {"curate", "demonstrations", "distill", "recorded_prompts"}
+    expected |= {"curate", "demonstrations", "distill", "distill_replies", "recorded_prompts"}
     assert {name for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.methods.")} == expected
     for name in expected:
         kind = KINDS[name]
