@@ -93,8 +93,7 @@ def build_experience(
     streams = _streams(rollout, scores, inputs) | facts.streams(functions.reads, scored, lowered)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
     advantages, returns = estimate(functions.advantages, inputs, config.advantages)
-    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
-    advantages = advantages + _taught(config, scores, mask)
+    advantages = (whiten(advantages, mask) if config.whiten_advantages else advantages) + _taught(config, scores, mask)
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
@@ -104,7 +103,6 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **scores.pick("teacher_topk_ids", "teacher_topk_logprobs"),
         **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:
@@ -146,6 +144,7 @@ def _read_by_loss(
     """The columns of the update that only its loss reads."""
     like, read = rollout.rollout_logprobs, functions.loss_reads
     found: dict[str, Any] = {name: streams[name].numpy() for name in read if name.startswith(COLUMN)}
+    found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
