@@ -1,4 +1,4 @@
-"""What a stage learns from a teacher."""
+"""How a stage learns from a teacher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class DistillationConfig(Section):
     demonstration: Column | None = None
     """The column of the dataset with a text that the teacher is shown and the policy is not."""
     shown: str = SHOWN
-    """What the teacher reads in place of the last message, with `{prompt}` for that message and `{demonstration}`."""
+    """The text that the teacher reads in place of the last message, with `{prompt}`, that message, and
+    `{demonstration}`."""
 
     @property
     def at_samples(self) -> float:
