@@ -234,14 +234,14 @@ def test_the_picture_of_rewards_leads_to_its_replies(output: Path) -> None:
 def test_each_token_has_its_numbers(output: Path) -> None:
     client = studio(output)
     path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
-    for by in ("logprob", "kl", "advantage", "weight", "mismatch"):
+    for by in ("logprob", "kl", "entropy", "advantage", "weight", "mismatch"):
         page = client.get(f"{path}/tokens?iteration=1&row=20&by={by}").text
         facts = re.findall(r'<span id="t(\d+)" class="(\w\d)" title="token \d+: ([^"]+)"', page)
         assert len(facts) > 3
         for n, shade, title in facts:
             assert title == (
-                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, advantage +0.500, "
-                "importance weight +1.000, trainer minus generator +0.250"
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy +0.750, "
+                "advantage +0.500, importance weight +1.000, trainer minus generator +0.250"
             )
             # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
             # half of the largest, 0.39, which few rows have.
@@ -258,7 +258,7 @@ def test_each_token_has_its_numbers(output: Path) -> None:
     for query, text in (
         ("tokens?iteration=1&row=40", "row: 40 is not allowed"),
         ("tokens?iteration=9&row=0", "--iteration: 9 is not allowed"),
-        ("tokens?iteration=1&row=0&by=entropy", "by: &#39;entropy&#39; is not allowed"),
+        ("tokens?iteration=1&row=0&by=surprise", "by: &#39;surprise&#39; is not allowed"),
         ("extremes?iteration=1&by=x", "by: &#39;x&#39; is not allowed"),
     ):
         reply = client.get(f"{path}/{query}")

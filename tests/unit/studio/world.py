@@ -44,6 +44,7 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
         "reply_ids": pa.array(replies, lists),
         "rollout_logprobs": pa.array([[value - 0.25 for value in of] for of in logprobs], floats),
         "logprobs": pa.array(logprobs, floats),
+        "entropy": pa.array([[0.75] * len(of) for of in logprobs], floats),
         "ref_logprobs": pa.array([[value - n / 100 for value in of] for n, of in enumerate(logprobs)], floats),
         "advantages": pa.array([[0.5] * len(of) for of in logprobs], floats),
         "weights": pa.array([[1.0] * len(of) for of in logprobs], floats),
