@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.unit.studio.world import HOSTILE, post, run_at_work, studio
+from tests.unit.studio.world import HOSTILE, post, run_at_work, studio, with_rollouts
 from tests.unit.trust.promoting import aliases
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.cli.main import app as command
@@ -27,6 +28,7 @@ from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.recorded import RecordedReader, recorded_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.report.rendering import TEMPLATES, template
 from xray_runtime.live.feedback.session import read_sessions
 from xray_runtime.trust.audit.checkpoints import audit
 
@@ -263,6 +265,43 @@ def test_each_token_has_its_numbers(output: Path) -> None:
     ):
         reply = client.get(f"{path}/{query}")
         assert (reply.status_code, text in reply.text) == (400, True), reply.text
+
+
+def test_two_runs_are_compared_on_the_prompts_of_both(output: Path, tmp_path: Path) -> None:
+    other = with_rollouts(output, tmp_path / "tokenizer", 2, 30, "ppo-again")
+    client, store = studio(output), open_lineage_store(output, None)
+    path = f"/rollouts/{find('ppo-read', store).sha256[:12]}"
+    assert f'<option value="{other[:12]}">ppo-again {other[:8]}</option>' in client.get(path).text
+    page = client.get(f"{path}/diff?first=0&second=1&with={other[:12]}").text
+    assert "30 prompts are in both" in page
+    assert "<h3>ppo-read, iteration 0</h3>" in page
+    assert "<h3>ppo-again, iteration 1</h3>" in page
+    # Iteration 1 of the other has one point more, or 39 less: 7 n + 1 modulo 40, for n below 30.
+    assert re.findall(r"reward ([-+.\d]+) → ([-+.\d]+)", page)[0] == ("+19.000", "-20.000")
+    refused = client.get(f"{path}/diff?first=0&second=0&with=ppo-2")
+    assert (refused.status_code, "its prompts are of another dataset than ppo-read" in refused.text) == (400, True)
+
+
+def test_an_agents_episode_is_a_conversation_with_branches() -> None:
+    call = {"call": 1, "after": None, "branch": False, "seed": 1, "version": 0, "ended": True, "in_loss": True}
+    first = call | {"messages": [{"prompt": "why <b>?"}], "reply": "let me look"}
+    tool = {"role": "tool", "content": "rain"}
+    second = call | {"call": 2, "after": 1, "branch": True, "in_loss": False, "messages": [tool], "reply": "it rains"}
+    row: dict[str, Any] = {
+        "iteration": 3,
+        "row": 1,
+        "round": 0,
+        "prompt": "",
+        "prompt_row": 7,
+        "reply": "",
+        "reward": 1.0,
+    }
+    row |= {"advantage": 0.5, "used": "yes", "scores": {}, "failures": {}, "gold": None, "calls": [first, second]}
+    folders = (Path(shared.__file__).parent / "templates", TEMPLATES)
+    page = template("rows_part.html", folders).render(part=[row], node=SimpleNamespace(sha256="a" * 64), pictured=str)
+    assert '<b>prompt</b> why &lt;b&gt;?</p><p class="text"><b>policy</b> let me look</p>' in page
+    assert '<li class="branch"><small>call 2, after call 1, a branch, not in the loss</small>' in page
+    assert '<b>tool</b> rain</p><p class="text"><b>policy</b> it rains</p>' in page
 
 
 def test_what_candidates_lost_stands_beside_what_they_lost_to(output: Path) -> None:
