@@ -401,6 +401,10 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     page = client.get(path).text
     seen = re.search(r'name="seen" value="(\w+)"', page)
     assert seen is not None, page
+    # One screen: gates, intervals, the canary, who may decide, and what comes next.
+    for text in ("win rate by gold", "Canary: none", "may decide", f"{NAME}@champion", "Where it lost"):
+        assert text in page
+    assert "What changed since the champion" not in page
     stale = post(client, path, seen="0" * 64, by="ada", note="good", answer="promote")
     assert (stale.status_code, "has changed since" in stale.text) == (409, True)
     nameless = post(client, path, seen=seen[1], by="", note="good", answer="promote")
@@ -409,6 +413,7 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert post(client, path, seen=seen[1], by="ada", note="good", answer="promote").status_code == 303
     assert aliases(output) == {"candidate": "1", "champion": "1"}
     assert "by ada: good" in client.get("/promote").text
+    assert "Nothing that both have was made otherwise" in client.get(path).text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
 
