@@ -229,6 +229,7 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    entropy: Ragged[A] = column("[B, R]", "float32", _POLICY, "ppo.ledger_writer", "of the same policy, nats")
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS

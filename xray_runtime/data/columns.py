@@ -41,6 +41,7 @@ LEDGER = (
     listed("reply_ids", "[B, R]", "int32", _WRITER, _PAGES, "`response_ids`"),
     listed("rollout_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
     listed("logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent where the policy scores no rollout"),
+    listed("entropy", "[B, R]", "float", _WRITER, _PAGES, "of the policy's distribution, nats; absent with `logprobs`"),
     listed("ref_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent without a reference"),
     listed("teacher_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent without a teacher"),
     listed("route_ids", "[B, T, L·K]", "uint8, uint16", _WRITER, _PAGES, "as above; with `routing: replay`"),

@@ -132,8 +132,7 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                **_other_logprobs(scored.scores),
+                **_token_scores(scored.scores),
                 **_turns(rollout),
                 **_routes(rollout),
                 **_scores(scored.sources),
@@ -216,9 +215,9 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _other_logprobs(scores: Scores) -> dict[str, pa.Array]:
-    """The columns of the reference and of the teacher, where there are these models."""
-    found = scores.pick("ref_logprobs", "teacher_logprobs").items()
+def _token_scores(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs").items()
     return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 

@@ -222,10 +222,9 @@ class ValueRegression(Component[PolicyForward]):
 class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`. Rows whose last
-    token was added for reward models alone say so in
-    `added_ends` [B].
+    `score` gives `logprobs` and `entropy`, with a value head `values` and `final_values`, of a reference branch
+    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also
+    `own_route_logprobs`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -249,7 +248,7 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
+        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
         if "route_ids" in rows:
             own = last_hidden(module, rows.with_columns(route_ids=None))
@@ -264,7 +263,8 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
+        scores = scores.with_columns(logprobs=of_responses(logprobs, rows), entropy=of_responses(entropy, rows))
+        return scores.with_columns(**by_role)
 
 
 @dataclass(frozen=True)
