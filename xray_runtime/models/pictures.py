@@ -75,7 +75,7 @@ def picture_tokens(directory: Path, tokenizer: Tokenizer) -> PictureTokens | Non
         return family.layout(processor, tokenizer, config, width, height)
 
     written = tuple(config[field] for field in family.written)
-    # Of a tile, models with one processor may make different numbers of tokens.
+    # Models with one processor may make different numbers of tokens of a tile.
     rule = processor.to_json_string() + ("" if family.has_grid else str(len(layout(1, 1))))
     around = () if family.around is None else (token_id(tokenizer, family.around),)
     return PictureTokens(written, config["image_token_id"], layout, around, rule)
@@ -109,7 +109,7 @@ class PictureReader:
         return self._layouts[digest]
 
     def read(self, digest: str) -> dict[str, Tensor]:
-        """What transformers' processor makes of one picture."""
+        """The output of transformers' processor for one picture."""
         image, _ = read_picture(self._files.path(digest))
         return dict(self._processor(images=[image], return_tensors="pt"))
 
@@ -154,7 +154,7 @@ class PictureReader:
         return {"input_ids": tokens, "mm_encoder_outputs": encoded} | self._grid(digests, is_feature)
 
     def _grid(self, digests: Sequence[str], is_feature: Tensor) -> dict[str, Tensor]:
-        """What positions of rows follow."""
+        """The arguments of positions that follow a grid."""
         if not self._family.has_grid:
             return {}
         grids = torch.cat([self._grids[digest] for digest in digests]).to(is_feature.device)
