@@ -26,6 +26,7 @@ from xray_runtime.data.pictures import (
     digest_of,
     picture_ids,
     pictures_in,
+    runs,
     shown_picture,
 )
 from xray_runtime.data.published_pictures import as_html
@@ -81,7 +82,7 @@ def tokenizer() -> Any:
     found = train_tokenizer(["what is this", "and this"] * 3, 300)
     found.add_tokens(list(MARKS), special_tokens=True)
     before, token, after = found.convert_tokens_to_ids(list(MARKS))
-    found.pictures = PictureTokens(before, token, after, lambda width, height: width * height // 16, "16 pixels")
+    found.pictures = PictureTokens((before, token, after), token, lambda w, h: [token] * (w * h // 16), (), "16 pixels")
     return found
 
 
@@ -105,6 +106,59 @@ def test_prompts_and_conversations_have_the_same_ids() -> None:
     assert decode_prompts(written, [ids]) == [
         f"{shown_picture(pictures[0]['sha256'])} what? {shown_picture(pictures[1]['sha256'])}"
     ]
+
+
+OF_SMOLVLM = (
+    "<|begin|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<|picture|>' }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""Reads lists of parts alone, and begins a turn otherwise where a picture comes first."""
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "expected"),
+    [
+        (f"{PLACEHOLDER}what?", 1, "<|begin|>User:[0]what?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER}{PLACEHOLDER}", 2, "<|begin|>User:[0][1]<|end|>\nAssistant:"),
+        (f"is {PLACEHOLDER} {PLACEHOLDER}?", 2, "<|begin|>User: is [0] [1]?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER} or {PLACEHOLDER}?", 2, "<|begin|>User:[0] or [1]?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER}what?", 0, f"<|begin|>User: {PLACEHOLDER}what?<|end|>\nAssistant:"),
+    ],
+)
+def test_a_template_of_parts(content: str, count: int, expected: str) -> None:
+    written = tokenizer()
+    written.chat_template, (before, token, _) = OF_SMOLVLM, written.convert_tokens_to_ids(list(MARKS))
+    written.pictures = PictureTokens((token,), token, lambda w, h: [token] * 5, (before,), "five")
+    pictures = [{"sha256": sha256(bytes([n])), "width": 8, "height": 8} for n in range(count)]
+    message: dict[str, Any] = {"role": "user", "content": content} | ({"pictures": pictures} if count else {})
+    [ids] = chat_format(written).prompts([[message]])
+    shown = "".join(
+        written.decode(run) if one is None else f"[{digests(pictures).index(one)}]" for one, run in runs(ids)
+    )
+    for number in range(count):
+        shown = shown.replace(f"{MARKS[0]}[{number}]{MARKS[0]}", f"[{number}]")
+    assert shown == expected
+    reply = {"role": "assistant", "content": "red"}
+    [row] = chat_format(written).turns([([message, reply], [1])])
+    assert row.ids[: len(ids)] == ids
+    assert written.decode(row.ids[slice(*row.spans[0])]) == " red<|end|>"
+
+
+def test_a_template_that_leaves_pictures_out_is_refused(message_texts: Messages) -> None:
+    written = tokenizer()
+    _, token, _ = written.convert_tokens_to_ids(list(MARKS))
+    written.chat_template = OF_SMOLVLM.replace("{{ '<|picture|>' }}", "")
+    written.pictures = PictureTokens((token,), token, lambda w, h: [token] * 5, (), "five")
+    pictures = [{"sha256": sha256(b""), "width": 8, "height": 8}]
+    with message_texts.raises(ValueError):
+        chat_format(written).prompts([[{"role": "user", "content": f"{PLACEHOLDER}what?", "pictures": pictures}]])
+
+
+def digests(pictures: list[dict[str, Any]]) -> list[str]:
+    return [one["sha256"][:31] for one in pictures]
 
 
 def test_a_text_forges_no_picture() -> None:

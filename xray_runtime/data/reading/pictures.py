@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.pairs import Example, Pairs
-from xray_runtime.data.pictures import ENDINGS, pictures_of
+from xray_runtime.data.pictures import ENDINGS, pictures_of, read_picture
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.kernel.errors import shown
 
@@ -26,7 +26,6 @@ PICTURE_PARTS = ("image", "image_url", "input_image")
 COLUMNS = ("image", "images")
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen")
 """Columns that may be lists of messages."""
-MAX_PIXELS = 2**26
 KEYS = ("image", "image_url", "url", "path", "bytes")
 """Where a picture stands in a part or an object, the bytes last: `datasets` gives a path beside them."""
 
@@ -99,16 +98,9 @@ class PictureFolder:
         return self._take(where, part)
 
     def _take(self, where: str, source: Any) -> StoredPicture:
-        from PIL import Image
-
         content = self._bytes(where, source)
         try:
-            # No other format: some of pillow's readers start programs.
-            with Image.open(io.BytesIO(content), formats=list(ENDINGS)) as image:
-                form, (width, height) = str(image.format), image.size
-                if width * height > MAX_PIXELS:
-                    raise ValueError(f"it has {width} × {height} pixels, more than {MAX_PIXELS:,}")
-                image.load()
+            image, form = read_picture(io.BytesIO(content))
         except Exception as error:  # pillow's readers have exceptions of their own
             reason = " ".join(str(error).split()).partition(" <")[0]
             allowed = ", ".join(ENDINGS)
@@ -118,7 +110,7 @@ class PictureFolder:
         if not file.is_file():
             self._folder.mkdir(exist_ok=True)
             file.write_bytes(content)
-        return StoredPicture(digest, width, height)
+        return StoredPicture(digest, *image.size)
 
     def _bytes(self, where: str, source: Any) -> bytes:
         while isinstance(source, Mapping):
