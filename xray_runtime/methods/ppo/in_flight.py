@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xray_runtime.data.batching import Cursor
+    from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.rewards.journal import Journal

@@ -40,7 +40,7 @@ from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batch import Rollout
+    from xray_runtime.data.batch import Rollout, Scores
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
@@ -135,8 +135,7 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
+                **_token_scores(scored.scores),
                 **_turns(rollout),
                 **_versions(rollout),
                 **_routes(rollout),
@@ -225,6 +224,12 @@ def _versions(rollout: Rollout) -> dict[str, Any]:
     if "group" not in rollout:
         return {}
     return {"group": rollout.group, "token_versions": lists(rollout.token_versions, pa.int32())}
+
+
+def _token_scores(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs").items()
+    return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 
 def _routes(rollout: Rollout) -> dict[str, pa.Array]:
