@@ -21,7 +21,7 @@ from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.data.pictures import ENDINGS
 from xray_runtime.data.published_pictures import PublishedPictures
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.artifacts import Dataset, Preferences
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import find
 from xray_runtime.kernel.store.manifest import LEDGER
@@ -131,7 +131,8 @@ def _with_ledgers(request: Request) -> list[Node]:
 def picture(request: Request, digest: str) -> Response:
     """A picture of a dataset's rows, as the dataset has it."""
     nodes = studio_of(request).store().graph.nodes.values()
-    found = _pictures(tuple((node.directory, node.sha256) for node in nodes if node.is_a(Dataset))).read(digest)
+    data = tuple((node.directory, node.sha256) for node in nodes if node.is_a(Dataset) or node.is_a(Preferences))
+    found = _pictures(data).read(digest)
     if found is None:
         raise HTTPException(404, "no dataset in the store has this picture")
     content, ending = found

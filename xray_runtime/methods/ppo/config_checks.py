@@ -64,6 +64,11 @@ def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
             f"teacher: {given} models are not allowed: distillation has {wanted} (source = "
             f"{config.distillation.source!r}, values = {config.distillation.values!r})"
         )
+    if config.distillation.source == "server" and config.temperature != 1.0:
+        raise ValueError(
+            f"temperature = {config.temperature:g} must be 1 with distillation.source = 'server': servers tell "
+            "log-probabilities at temperature 1"
+        )
     if isinstance(config.environment, AgentConfig):
         raise ValueError("distillation: is not allowed with an agent, whose episode has branches")
     if config.environment is not None and config.distillation.demonstration is not None:

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
-KL_TO = {"ref": "reference", "teacher": "teacher"}
-"""Stem of a column of log-probabilities → the model whose they are."""
-
-
 @dataclass(frozen=True)
 class Experience:
     """One rollout ready for updates."""
@@ -97,10 +93,7 @@ def build_experience(
     streams = _streams(rollout, scores, inputs) | facts.streams(functions.reads, scored, lowered)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
     advantages, returns = estimate(functions.advantages, inputs, config.advantages)
-    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
-    if config.distillation is not None and config.distillation.at_samples:
-        taught = teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
-        advantages = advantages + config.distillation.at_samples * taught
+    advantages = (whiten(advantages, mask) if config.whiten_advantages else advantages) + _taught(config, scores, mask)
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
@@ -110,15 +103,13 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **scores.pick("teacher_topk_ids", "teacher_topk_logprobs"),
         **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    kl = {of: _kl(scores, f"{stem}_logprobs", mask) for stem, of in KL_TO.items() if f"{stem}_logprobs" in scores}
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(scores, mask)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
-    return Experience(rows, int(mask.sum()), kl["reference"]["k1"] if "reference" in kl else 0.0, metrics)
+    return Experience(rows, int(mask.sum()), metrics.get("kl/reference_k1", 0.0), metrics)
 
 
 def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -153,6 +144,7 @@ def _read_by_loss(
     """The columns of the update that only its loss reads."""
     like, read = rollout.rollout_logprobs, functions.loss_reads
     found: dict[str, Any] = {name: streams[name].numpy() for name in read if name.startswith(COLUMN)}
+    found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
@@ -209,15 +201,23 @@ def _experience_metrics(
     return metrics
 
 
-def _kl(scores: Scores, of: str, mask: Tensor) -> dict[str, float]:
-    """`kl_summary` of the policy before the update to what the column `of` is of."""
-    other = scores.pick(of)[of]
-    assert isinstance(other, Ragged)
-    return kl_summary(_dense(scores.logprobs), _dense(other), mask)
+def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
+    """The teacher's part of the advantages, [B, T] or 0."""
+    weight = 0.0 if config.distillation is None else config.distillation.at_samples
+    if not weight:
+        return torch.zeros(())
+    return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
 
 
-def _kl_metrics(kl: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"kl/{other}_{estimator}": value for other, found in kl.items() for estimator, value in found.items()}
+def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
+    """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
+    found: dict[str, float] = {}
+    for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
+        assert isinstance(column, Ragged)
+        of = "reference" if name == "ref_logprobs" else "teacher"
+        kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
+        found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
+    return found
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:
