@@ -44,7 +44,6 @@ from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
-from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.curriculum import PromptOrder
 from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
 from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
@@ -52,7 +51,7 @@ from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.in_flight import InFlight
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, stage_adapter
 from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.routing import check_family
 from xray_runtime.methods.ppo.teachers import Teachers
@@ -263,7 +262,7 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    synced = synced_adapter(config.adapter_sync, config.lora, config.generator, loop.stage.runtime)
+    synced = stage_adapter(loop.stage)
     # A generator that got merged weights has none to read where an adapter alone was written.
     has_weights = synced is not None or config.lora is None or config.lora.publish == "merged"
     reads = config.generator.capabilities.own_models and not config.in_flight_updates and has_weights
