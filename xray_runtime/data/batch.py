@@ -45,6 +45,9 @@ _ROUTE_IDS = column(
     "[B, T, L, K]", "uint8, uint16", "engines.generation", f"{_OBJECTIVES}, ppo.ledger_writer", "see `data.routes`"
 )
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
+_TEACHER_LOGPROBS = column("[B, R]", "float32", "models.teacher_objective", "ppo.experience, models", "by a teacher")
+_TEACHER_TOPK_IDS = column("[B, R, k]", "int32", "models.teacher_objective", "models", "the teacher's likeliest tokens")
+_TEACHER_TOPK_LOGPROBS = column("[B, R, k]", "float32", "models.teacher_objective", "models", "of these, by it")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
 
 
@@ -140,6 +143,14 @@ class LabelledBatch(TextBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class TaughtBatch(TextBatch[A]):
+    """Replies with a teacher's distributions (`distill_replies`)."""
+
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
@@ -147,7 +158,7 @@ class PolicyBatch(TextBatch[A]):
     """Absent where nothing reads it; then `rollout_logprobs` is there. What follows is there where a loss reads it."""
     rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
     turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
-    version: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "as of a rollout")
+    versions: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "updates of the policy that sampled it")
     group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
     weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
@@ -156,6 +167,11 @@ class PolicyBatch(TextBatch[A]):
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     """Only if the KL is in the loss, or the loss reads it."""
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    """Only if the loss reads it."""
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    """With `distillation.beta`; so is `teacher_topk_logprobs`."""
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     branches: Ragged[A] = _BRANCHES
 
 
@@ -181,6 +197,15 @@ class Rollout(ReplyBatch[A]):
 
     seed: A = _SEED
     version: A = column("[B]", "int64", _LOOP, "ppo.metrics, ppo.ledger_writer", "updates of its policy, the oldest")
+    token_versions: Ragged[A] = column(
+        "[B, R]",
+        "int32",
+        "sampling.journaled_turns",
+        "ppo.ledger_writer",
+        "`version` of each token",
+    )
+    """Only with `in_flight_updates`; so is `group`."""
+    group: A = column("[B]", "int64", "ppo.in_flight", "ppo.ledger_writer", "number of its group, as they began")
     prompt: A = column("[B]", "int64", _LOOP, "sampling.scoring, ppo.ledger_writer", "index of the stage's prompt")
     drawn: A = column("[B]", "str", _LOOP, "ppo.ledger_writer", "why a curriculum drew the prompt")
     prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "sampling.scoring", "the environment's first prompt")
@@ -213,15 +238,20 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    entropy: Ragged[A] = column("[B, R]", "float32", _POLICY, "ppo.ledger_writer", "of the same policy, nats")
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")
     scores: A = column("[B]", "float32", "models.reward_objective", "rewards.reward_models", "of a reward model")
     reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
+    teacher_divergence: A = column("[B]", "float32", "distill_replies", "distill_replies", "from a teacher's, a reply")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
     greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
 
@@ -232,7 +262,7 @@ class Scores(ColumnBatch[A]):
         return scores
 
 
-KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
+KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, TaughtBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
 
 
 @dataclass(frozen=True, kw_only=True)

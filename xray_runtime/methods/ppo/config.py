@@ -26,6 +26,7 @@ from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISM
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
 from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
+from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
@@ -99,10 +100,13 @@ class PPOStageConfig(TrainingConfig):
     updates old when the policy trains on them; importance weights correct this. More than 1 makes nothing faster, but
     shows what older replies cost."""
     in_flight_updates: bool = False
-    """With `lag` and an agent: episodes run on while weights change, so that a slow one holds nobody up. An iteration
-    trains on the first prompts whose episodes are all complete, and each token is weighted by the version that sampled
-    it. An episode with a token more than `lag` updates old begins anew. Time decides the schedule, which is recorded:
-    a run that was killed and a replay follow the record, but two runs may differ."""
+    """With `lag`: replies and episodes run on while weights change, so that a slow one holds nobody up. An iteration
+    trains on the first prompts whose replies are all complete, and each token is weighted by the version that sampled
+    it. A reply or an episode with a token more than `lag` updates old begins anew. Time decides the schedule, which is
+    recorded: a run that was killed and a replay follow the record, but two runs may differ."""
+    oversample: UnitInterval = 0.0
+    """With `in_flight_updates`: this share more prompts of an iteration are under way, and each iteration gives up as
+    many of those that run longest. Then short replies are trained on more often than they are sampled."""
     epochs: Count = 4
     """Passes over each rollout."""
     minibatch_size: Count = 32
@@ -184,6 +188,8 @@ class PPOStageConfig(TrainingConfig):
     """How the generator gets what `lora` trains. `adapter`: as it is, some megabytes, beside the frozen weights.
     `merged`: as whole matrices, with which it samples faster. `auto`: `adapter` where the generator can and computes in
     bfloat16, which would round small changes of a matrix away; else `merged`."""
+    distillation: DistillationConfig | None = None
+    """A teacher beside the reward. None: no teacher."""
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
     validation: ValidationConfig | None = None
@@ -205,6 +211,11 @@ class PPOStageConfig(TrainingConfig):
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model."""
+        return True
 
     @model_validator(mode="before")
     @classmethod

@@ -40,7 +40,7 @@ from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batch import Rollout
+    from xray_runtime.data.batch import Rollout, Scores
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
@@ -77,6 +77,7 @@ class Ledger:
         times_trained: np.ndarray,
         policy: str | None,
         golds: Sequence[float] | None,
+        dropped: Sequence[int] = (),
     ) -> None:
         """Write an iteration's rollouts, as configured.
 
@@ -85,6 +86,7 @@ class Ledger:
             times_trained: number of optimizer steps on each row of `experience`.
             policy: `LedgerShard.policy`.
             golds: gold score of each reply [B]; None without `gold`.
+            dropped: `LedgerShard.dropped`.
         """
         keep = self._config.ledger.keep
         if keep == "none":
@@ -104,7 +106,8 @@ class Ledger:
             ungraded = None if golds is None else [None] * count
             tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
-        LedgerShard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        table = self._hashed(table) if self._salt is not None else table
+        LedgerShard(iteration, policy, table, tuple(dropped)).write(self._directory)
         if isinstance(keep, int):
             shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
 
@@ -132,9 +135,9 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
+                **_token_scores(scored.scores),
                 **_turns(rollout),
+                **_versions(rollout),
                 **_routes(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
@@ -214,6 +217,19 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
         "response_mask": lists(rollout.response_mask, pa.bool_()),
         "turn_rewards": lists(rollout.turn_rewards, pa.float32()),
     }
+
+
+def _versions(rollout: Rollout) -> dict[str, Any]:
+    """The columns that only rollouts in flight have."""
+    if "group" not in rollout:
+        return {}
+    return {"group": rollout.group, "token_versions": lists(rollout.token_versions, pa.int32())}
+
+
+def _token_scores(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs").items()
+    return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 
 def _routes(rollout: Rollout) -> dict[str, pa.Array]:

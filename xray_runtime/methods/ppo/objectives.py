@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from xray_runtime.algorithms.distillation import generalized_jsd
 from xray_runtime.algorithms.losses import (
     PolicyLoss,
     PolicyLossInputs,
@@ -36,12 +37,13 @@ from xray_runtime.models.objectives import (
     response_positions,
 )
 from xray_runtime.models.sequence_parallel import States
+from xray_runtime.models.teacher_objective import with_likeliest
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -54,11 +56,20 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @cached_property
     def _predicted(self) -> tuple[Tensor, Tensor]:
-        return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+        if "teacher_topk_ids" not in self.rows:
+            return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+        others = self.rows.teacher_topk_ids.values
+        return with_likeliest(self.module, self.hidden, self.rows, others, self._config.temperature)
 
     @property
     def logprobs(self) -> Tensor:
-        return self._predicted[0]
+        found = self._predicted[0]
+        return found if found.dim() == 1 else found[:, 0]
+
+    @property
+    def of_likeliest(self) -> Tensor:
+        """Log-probabilities of the teacher's likeliest tokens [R, k]."""
+        return self._predicted[0][:, 1:]
 
     @property
     def entropy(self) -> Tensor:
@@ -89,8 +100,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         """Name → values [R] of all that was sent and the policy's loss may read."""
         rows = self.rows
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
-        by_row = {"versions": rows.version} if "version" in rows else {}
-        by_row |= {"groups": rows.group} if "group" in rows else {}
+        by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
         return by_token | {name: values[self.replies] for name, values in by_row.items()}
 
@@ -173,6 +183,23 @@ class KLToReference(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class TeacherDivergence(PolicyComponent):
+    """The divergence from the teacher's distribution at each token, where it is in the loss."""
+
+    logged = "teacher_divergence"
+
+    def coef(self, totals: StepTotals) -> float:
+        return 0.0 if self.config.distillation is None else self.config.distillation.coef
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, of_teacher = self.config.distillation, forward.rows.teacher_topk_logprobs.values
+        assert config is not None
+        assert config.beta is not None
+        found = generalized_jsd(forward.of_likeliest, of_teacher, config.beta, whole=config.top_k is None)
+        return Terms(found, forward.share * forward.mask)
+
+
+@dataclass(frozen=True)
 class ValueRegression(Component[PolicyForward]):
     """The clipped squared error of the values, a mean over the tokens that the policy chose."""
 
@@ -194,10 +221,9 @@ class ValueRegression(Component[PolicyForward]):
 class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`. Rows whose last
-    token was added for reward models alone say so in
-    `added_ends` [B].
+    `score` gives `logprobs` and `entropy`, with a value head `values` and `final_values`, of a reference branch
+    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also
+    `own_route_logprobs`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -209,6 +235,8 @@ class PPOObjective(Objective[PolicyForward]):
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
+        if config.distillation is not None and config.distillation.beta is not None:
+            parts.append(TeacherDivergence(config))
         if module.scalar is not None:
             parts.append(ValueRegression(config, config.value_coef))
         return parts
@@ -219,7 +247,7 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
+        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
         if "route_ids" in rows:
             own = last_hidden(module, rows.with_columns(route_ids=None))
@@ -234,7 +262,8 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
+        scores = scores.with_columns(logprobs=of_responses(logprobs, rows), entropy=of_responses(entropy, rows))
+        return scores.with_columns(**by_role)
 
 
 @dataclass(frozen=True)
