@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,16 +15,22 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.config import CONFIG_FILE as CONFIG_FILE
+from xray_runtime.models.lora import EXPERTS, LoRAConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSORS_FILE = "adapter_model.safetensors"
 
 
 def write_adapter(
-    directory: Path, config: LoRAConfig, tensors: Mapping[str, Tensor], base: str | None = None, sha256: str = ""
+    directory: Path,
+    config: LoRAConfig,
+    tensors: Mapping[str, Tensor],
+    base: str | None = None,
+    sha256: str = "",
+    matrices: Sequence[str] = (),
 ) -> None:
     """Write an adapter.
 
@@ -32,14 +38,28 @@ def write_adapter(
         tensors: `Adapters.unmerged`.
         base: name of the model that it belongs to.
         sha256: digest of that model's manifest.
+        matrices: names of the parameters of its adapted experts.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
-    content = config.peft_fields(base, layers) | ({"base_sha256": sha256} if sha256 else {})
+    names = {name.rpartition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in tensors}
+    fields = config.peft_fields(base, sorted(names - {EXPERTS}), matrices)
+    content = fields | ({"base_sha256": sha256} if sha256 else {})
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # Copies, since safetensors refuses tensors in one memory, as an update has them.
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(held, directory / TENSORS_FILE)
+
+
+def keep_adapter(adapter: Path, directory: Path, base: str) -> None:
+    """Write an adapter of others, merged by `with_adapter`, into `directory`, if it is one of `LoRAConfig`: training
+    may go on from it (`continued`)."""
+    config, tensors = json.loads((adapter / CONFIG_FILE).read_bytes()), load_file(adapter / TENSORS_FILE)
+    others = [name for name in ("rank_pattern", "alpha_pattern", "use_dora", "target_parameters") if config.get(name)]
+    sides = {name.rpartition(".lora_")[2]: tensor.shape[0] for name, tensor in tensors.items()}
+    if others or sides.keys() != {"A.weight", "B.weight"} or sides["A.weight"] != config["r"]:
+        return
+    lora = LoRAConfig(rank=config["r"], alpha=float(config["lora_alpha"]), rslora=bool(config.get("use_rslora", False)))
+    write_adapter(directory, lora, {name: tensor.float() for name, tensor in tensors.items()}, base)
 
 
 class AdapterFields(NamedTuple):
@@ -60,7 +80,7 @@ def read_fields(directory: Path) -> AdapterFields:
         alpha=float(held["lora_alpha"]),
         rslora=held["use_rslora"],
         dora=held["use_dora"],
-        target_modules=held["target_modules"],
+        target_modules=held["target_modules"] + ([EXPERTS] if held.get("target_parameters") else []),
     )
     return AdapterFields(lora, held["base_model_name_or_path"] or "", held.get("base_sha256", ""))
 
