@@ -33,7 +33,7 @@ from xray_runtime.trust.log import append
 
 
 class Approval(BaseModel):
-    """What a person signs: this checkpoint may become champion of the registered model `name`."""
+    """A person agrees that this checkpoint becomes champion of the registered model `name`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -27,7 +27,7 @@ class ApprovalGiven(SignedEntry):
     key: str
     """The person's public key, in PEM."""
     envelope: str
-    """What the person signed: `trust.approvals.Approval`."""
+    """A signed `trust.approvals.Approval`."""
 
     def fold(self, view: LogView, line: Line) -> None:
         view.state(LogApprovals).given += (self,)
