@@ -79,7 +79,9 @@ class TeacherServer:
         )
         failed = [answer for answer in answers if isinstance(answer, Score)]
         if failed:
-            raise RuntimeError(f"{self._where}: {len(failed)} of {len(to_score)} replies have no answer: {failed[0].why}")
+            raise RuntimeError(
+                f"{self._where}: {len(failed)} of {len(to_score)} replies have no answer: {failed[0].why}"
+            )
         return _scores([(known | fresh)[key] for key in keys], self._top_k)
 
     def _request(self, ids: Sequence[int]) -> dict[str, Any]:
