@@ -80,11 +80,17 @@ def check_environment(config: Any) -> None:
     environment = config.environment
     if config.in_flight_updates and not config.lag:
         raise ValueError(
-            "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
-            "of an older policy"
+            "in_flight_updates = True must be False with lag = 0: replies that run across an update have tokens of an "
+            "older policy"
         )
-    if config.in_flight_updates and not isinstance(environment, AgentConfig):
-        raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
+    if config.in_flight_updates and config.routing == "replay":
+        raise ValueError(
+            "routing = 'replay' must be 'own' with in_flight_updates = True: routes are recorded for whole replies"
+        )
+    if config.oversample and not config.in_flight_updates:
+        raise ValueError(
+            f"oversample = {config.oversample} must be 0 without in_flight_updates: only they leave replies unfinished"
+        )
     if environment is None:
         return
     check_turns(environment, config.max_new_tokens, config.stop)
