@@ -72,6 +72,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: 1 process": {},
     "mixture: ZeRO-2 × 2": {"zero_stage": 2, "num_workhorses": 2},
     "mixture: FSDP2 × 2": {"library": "fsdp2", "num_workhorses": 2},
+    "mixture: TP 2": {"num_workhorses": 2, "tensor_parallel": 2},
+    "mixture: TP 2 × DP 2, ZeRO-1": {"num_workhorses": 4, "tensor_parallel": 2, "zero_stage": 1},
     "mixture: EP 2": {"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
     "mixture: EP 2 × DP 2": {"library": "fsdp2", "num_workhorses": 4, "expert_parallel": 2},
 }
@@ -81,6 +83,7 @@ ADAPTED_MIXTURES: dict[str, dict[str, Any]] = {
     "LoRA on experts: ZeRO-2 × 2": {"lora": EXPERTS_LORA, "zero_stage": 2, "num_workhorses": 2},
     "LoRA on experts: ZeRO-3 × 2": {"lora": EXPERTS_LORA, "zero_stage": 3, "num_workhorses": 2},
     "LoRA on experts: FSDP2 × 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2},
+    "LoRA on experts: TP 2": {"lora": EXPERTS_LORA, "tensor_parallel": 2, "num_workhorses": 2},
     "LoRA on experts: EP 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
 }
 GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES), (MIXTURE, ADAPTED_MIXTURES))
@@ -317,9 +320,9 @@ differences from one process:
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Adapters (LoRA of rank 16) are compared with those that one process trains. Ranks of SP, sequence parallelism,
-share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP. Seconds are of all the
-layout's processes on {cores} cores: they say little of speed on a cluster.
+table. Adapters (LoRA of rank 16), also of experts, are compared with those that one process trains. Ranks of SP,
+sequence parallelism, share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP.
+Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """

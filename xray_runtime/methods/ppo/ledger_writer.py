@@ -77,6 +77,7 @@ class Ledger:
         times_trained: np.ndarray,
         policy: str | None,
         golds: Sequence[float] | None,
+        dropped: Sequence[int] = (),
     ) -> None:
         """Write an iteration's rollouts, as configured.
 
@@ -85,6 +86,7 @@ class Ledger:
             times_trained: number of optimizer steps on each row of `experience`.
             policy: `LedgerShard.policy`.
             golds: gold score of each reply [B]; None without `gold`.
+            dropped: `LedgerShard.dropped`.
         """
         keep = self._config.ledger.keep
         if keep == "none":
@@ -96,15 +98,16 @@ class Ledger:
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
         token_columns = {name: column.spread(rewarded, len(scaled)) for name, column in columns.items()}
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
-        for dropped in scored.dropped:
-            count = len(dropped.replies)
+        for replaced in scored.dropped:
+            count = len(replaced.replies)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
             empty = dict.fromkeys(token_columns, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
             ungraded = None if golds is None else [None] * count
-            tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
+            tables.append(self._table(iteration, replaced, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
-        LedgerShard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        table = self._hashed(table) if self._salt is not None else table
+        LedgerShard(iteration, policy, table, tuple(dropped)).write(self._directory)
         if isinstance(keep, int):
             shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
 
@@ -134,6 +137,7 @@ class Ledger:
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
                 **_token_scores(scored.scores),
                 **_turns(rollout),
+                **_versions(rollout),
                 **_routes(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
@@ -213,6 +217,13 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
         "response_mask": lists(rollout.response_mask, pa.bool_()),
         "turn_rewards": lists(rollout.turn_rewards, pa.float32()),
     }
+
+
+def _versions(rollout: Rollout) -> dict[str, Any]:
+    """The columns that only rollouts in flight have."""
+    if "group" not in rollout:
+        return {}
+    return {"group": rollout.group, "token_versions": lists(rollout.token_versions, pa.int32())}
 
 
 def _token_scores(scores: Scores) -> dict[str, pa.Array]:

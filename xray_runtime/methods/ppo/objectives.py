@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -100,8 +100,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         """Name → values [R] of all that was sent and the policy's loss may read."""
         rows = self.rows
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
-        by_row = {"versions": rows.version} if "version" in rows else {}
-        by_row |= {"groups": rows.group} if "group" in rows else {}
+        by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
         return by_token | {name: values[self.replies] for name, values in by_row.items()}
 
