@@ -166,12 +166,9 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     @contextmanager
     def timed(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         kinds = {GeneratorSpec: TimedGeneratorSpec, ModelSpec: TimedModelSpec}
+        more = {"events": events, "sleeps": task == "lengths"}
         made = {
-            role: kinds[type(spec)](
-                **{each.name: getattr(spec, each.name) for each in fields(spec)},
-                events=events,
-                sleeps=task == "lengths",
-            )
+            role: kinds[type(spec)](**{each.name: getattr(spec, each.name) for each in fields(spec)}, **more)
             for role, spec in specs.items()
         }
         with opened(made) as models:
