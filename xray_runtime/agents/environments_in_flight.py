@@ -70,7 +70,7 @@ class EnvironmentsInFlight(Episodes):
 
     def planned(self, batch: EpisodeBatch) -> list[PlannedEpisode]:
         starts = batch.starts(self._stage)
-        return [PlannedEpisode((batch.number, row), batch.purpose, *start) for row, *start in starts]
+        return [PlannedEpisode((batch.number, row), batch.purpose, task, seed, ids) for row, task, seed, ids in starts]
 
     def start(self, planned: PlannedEpisode, step: int, stale: PlayedEpisode | None = None) -> Future[PlayedEpisode]:
         found = None if stale is not None else self._turns.find(planned.place)
