@@ -17,7 +17,6 @@ from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Pairs
 from xray_runtime.kernel.config.section import Section, sections
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.kind import ExternalTerm
-from xray_runtime.rewards.kinds._remote import RemoteConfig
 from xray_runtime.rewards.term import Recording, Term
 
 if TYPE_CHECKING:
@@ -107,11 +106,10 @@ class ExternalRewards:
         return self._journal.keys(f"{self._field}/{source}", batch)
 
 
-def recorded_sources(config: Section) -> list[str]:
-    """Names of the sources in a stage's config whose answers a replay reads."""
-    parts = [part for _, part in sections(config)]
-    terms = [part.name for part in parts if isinstance(part, Term) and part.recording is Recording.RECORDED]
-    return terms + [part.source for part in parts if isinstance(part, RemoteConfig) and part.source]
+def recorded_sources(config: Section) -> list[Term]:
+    """The terms of a stage's config whose answers a replay reads."""
+    terms = (part for _, part in sections(config) if isinstance(part, Term))
+    return [term for term in terms if term.recording is Recording.RECORDED]
 
 
 def _columns(dataset: Path) -> list[str]:

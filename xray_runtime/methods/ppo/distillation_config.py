@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,8 +18,6 @@ SHOWN = (
 
 class TeacherServerConfig(RemoteConfig):
     """A teacher behind an address: `/v1/completions` with `prompt_logprobs`, and `/tokenize`, as of vLLM's server."""
-
-    source: ClassVar[str] = "teacher"
 
     model: Annotated[str, Field(min_length=1)]
     """Its name there."""

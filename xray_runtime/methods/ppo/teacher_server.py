@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
 
+SOURCE = "teacher"
+
 
 class TeacherServer:
     """The teacher of a stage.
@@ -61,28 +63,24 @@ class TeacherServer:
     def score(self, rows: TextBatch, step: int) -> Scores:
         """Its log-probabilities of the replies. Raises RuntimeError: it has none for some, after all retries."""
         texts = [(ids.tolist(), int(length)) for ids, length in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
-        keys = [_digest([self._config.source, step, row, self._top_k, *text]) for row, text in enumerate(texts)]
+        keys = [_digest([SOURCE, step, row, self._top_k, *text]) for row, text in enumerate(texts)]
         known = {key: entry["answer"] for key in keys if (entry := self._journal.entry(key)) is not None}
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
-        requested = list(missing.values())
+        to_score = list(missing.values())
         answers = ask_all(
             self._config,
             "/v1/completions",
-            [self._request(ids) for ids, _ in requested],
-            lambda number, answer: _read(answer, *requested[number], self._top_k),
+            [self._request(ids) for ids, _ in to_score],
+            lambda number, answer: _read(answer, *to_score[number], self._top_k),
         )
         fresh = {key: answer for key, answer in zip(missing, answers, strict=True) if not isinstance(answer, Score)}
         self._journal.write_entries(
-            step,
-            [
-                {"key": key, "source": self._config.source, "step": step, "answer": a} | self._mark
-                for key, a in fresh.items()
-            ],
+            step, [{"key": key, "source": SOURCE, "step": step, "answer": a} | self._mark for key, a in fresh.items()]
         )
         failed = [answer for answer in answers if isinstance(answer, Score)]
         if failed:
             raise RuntimeError(
-                f"{self._where}: {len(failed)} of {len(requested)} replies have no answer: {failed[0].why}"
+                f"{self._where}: {len(failed)} of {len(to_score)} replies have no answer: {failed[0].why}"
             )
         return _scores([(known | fresh)[key] for key in keys], self._top_k)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,9 +12,6 @@ from xray_runtime.kernel.config.sources import Address
 
 class RemoteConfig(Section):
     """Limits and retries of requests to a server."""
-
-    source: ClassVar[str] = ""
-    """Its name where it is no term of a reward, and its answers are recorded."""
 
     url: Address
     timeout_s: Positive = 60.0
