@@ -13,7 +13,7 @@ from examples.squares_vlm import MOST, write_model, write_pictures
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def picture_pairs(output: str, family: str = "qwen3_vl", count: int = 120) -> None:
+def picture_pairs(output: str = "runs/picture-pairs", family: str = "qwen3_vl", count: int = 120) -> None:
     """DPO and a reward model on pairs of a file; DPO on the pairs that the reward model makes of sampled replies."""
     pictures, model = Path(output).absolute() / "pictures", Path(output).absolute() / "model"
     rows = write_pictures(pictures, count=count, right=1.0)

@@ -20,7 +20,7 @@ from xray_runtime.models.weight_files import tensors
 @pytest.mark.parametrize(("family", "num_tokens"), [("qwen2_5_vl", 9), ("qwen3_vl", 9), ("smolvlm", 33)])
 def test_a_model_learns_to_count_squares(family: str, num_tokens: int, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    flow = ("examples.squares_vlm:squares_vlm", "--set", f"family={family}")
+    flow = ("examples.squares_vlm:squares_vlm", "--set", f"family={family}", "--set", f"output={tmp_path / 'drawn'}")
     outcome = xray("run", *flow, "--output", str(output), "--json", timeout=1500)
     assert outcome.code == 0, outcome.err
     assert outcome.lifecycle["evaluation"]["reward_delta_ci95"][0] > 0
@@ -46,7 +46,8 @@ def test_a_model_learns_to_count_squares(family: str, num_tokens: int, tmp_path:
 @pytest.mark.timeout(1800)
 def test_pairs_with_pictures(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    outcome = xray("run", "tests.e2e.picture_pairs:picture_pairs", "--output", str(output), "--json", timeout=1500)
+    flow = ("tests.e2e.picture_pairs:picture_pairs", "--set", f"output={tmp_path / 'drawn'}")
+    outcome = xray("run", *flow, "--output", str(output), "--json", timeout=1500)
     assert outcome.code == 0, outcome.err
     assert xray("audit", "--all", "--output", str(output)).code == 0
 
