@@ -153,6 +153,7 @@ def _rollout() -> AdvantageInputs:
     streams = {name: (-normal(*mask.shape).abs() - 0.5) * mask for name in BY_TOKEN}
     streams["turns"] = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(-1).sub(1).clamp(min=0)
     streams |= {"versions": torch.arange(batch) % 3, "sources": normal(batch, 2), "source_weights": normal(2).abs()}
+    streams["seat_means"] = normal(batch)
     probe = Probe(streams, lambda name: _column(name, batch), set())
     return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, 0.9, 0.8, probe)
 
@@ -171,5 +172,6 @@ def _tokens() -> PolicyLossInputs:
     streams = {"old_logprobs": old, "rollout_logprobs": old + 0.1 * normal(), "ref_logprobs": old + 0.3 * normal()}
     rollout = _rollout()
     streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[replies], "groups": replies // 2}
+    streams["chosen"] = normal() > 0.5
     probe = Probe(streams, lambda name: _column(name, len(LENGTHS))[replies], set())
     return PolicyLossInputs(logprobs, advantages, mask, replies, 0.2, 0.25, 3.0, probe)

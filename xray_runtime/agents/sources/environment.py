@@ -15,7 +15,8 @@ from xray_runtime.agents.environments.pool import EnvironmentPool
 from xray_runtime.data.ledger import ANSWERS, answered_iterations
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.kernel.store.manifest import LEDGER
-from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
+from xray_runtime.methods.common.environment import EnvironmentConfig
+from xray_runtime.methods.common.sampling.episode import games_of_rows, purpose_of, rollout_name
 from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
@@ -55,11 +56,32 @@ class EnvironmentSource(EpisodeSource):
 
 def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Lines of the journal for the episodes of an iteration."""
+    if "seat" in table.column_names:
+        yield from _lines_of_games(table, number, config)
+        return
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
         replies = [text for is_sampled, text in turns(tokenizer, np.array(ids), np.array(mask)) if is_sampled]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
             key = answer_key(rollout, row - attempt * config.rollout_size, replies[:turn])
+            yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
+
+
+def _lines_of_games(table: pa.Table, number: int, config: PPOConfig) -> Iterator[dict[str, Any]]:
+    """The same of games of several, whose answers tell what each seat said."""
+    assert isinstance(config.environment, EnvironmentConfig)
+    seats, games = config.environment.seats, config.prompts_per_iteration * config.samples_per_prompt
+    of_rows = games_of_rows(games, config.samples_per_prompt, len(seats))
+    for row, seat, version, answers in zip(
+        *(table[name].to_pylist() for name in ("row", "seat", "version", ANSWERS)), strict=True
+    ):
+        if seat != seats[0]:  # each seat's row has all
+            continue
+        found = json.loads(answers)
+        replies = [answer.pop("reply") for answer in found[1:]]
+        for turn, answer in enumerate(found):
+            key = answer_key(rollout_name(purpose_of(0), number, version), of_rows[row], replies[:turn])
+            answer.pop("seat", None)
             yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
 
 

@@ -61,8 +61,17 @@ def check_environment(config: Any) -> None:
     if config.in_flight_updates and not isinstance(environment, AgentConfig):
         raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
     if environment is None:
+        if config.observation_coef:
+            raise ValueError(
+                f"observation_coef = {config.observation_coef} must be 0 without an environment: the policy reads "
+                "nothing between turns"
+            )
         return
-    check_turns(environment, config.max_new_tokens, config.stop)
+    check_turns(environment, config.max_new_tokens, config.stop, seats=True)
+    if environment.rows_an_episode > 1:
+        for field in ("validation", "curriculum", "resample_rounds"):
+            if getattr(config, field):
+                raise ValueError(f"{field} must be left out with environment.seats: it counts a row for each episode")
     needed: dict[str, tuple[object, str]] = {
         "overlong_buffer": (None, "it limits the length of a single reply"),
         "reward_scaling": ("none", "rewards of single turns are not scaled"),

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+OBSERVATIONS = "observations"
+"""Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "chosen")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -173,6 +175,22 @@ class KLToReference(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class Observations(Component[PolicyForward]):
+    """−log p of the tokens that the policy read between its turns, a mean over them alone (ECHO)."""
+
+    config: PPOStageConfig
+    counted = OBSERVATIONS
+    logged = OBSERVATIONS
+
+    def coef(self, totals: StepTotals) -> float:
+        # A step may be over episodes of one turn each.
+        return self.config.observation_coef if self.count(totals) else 0.0
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        return Terms(-forward.logprobs, 1 - forward.mask)
+
+
+@dataclass(frozen=True)
 class ValueRegression(Component[PolicyForward]):
     """The clipped squared error of the values, a mean over the tokens that the policy chose."""
 
@@ -209,6 +227,8 @@ class PPOObjective(Objective[PolicyForward]):
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
+        if config.observation_coef:
+            parts.append(Observations(config))
         if module.scalar is not None:
             parts.append(ValueRegression(config, config.value_coef))
         return parts
