@@ -156,7 +156,7 @@ class RunSummary:
         if registered is not None:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
-        rows.append(("report", f"`{self.report}`"))
+        rows += [("report", f"`{self.report}`"), ("pages", f"`xray studio --output {self._output}`")]
         lines = markdown_table(("result", "value"), rows)
         table = self.evaluations()
         if len(self._measured) > 1:

@@ -25,7 +25,7 @@ LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""
 TOLERANCE = 1e-9
 """Between two ways to compute one number in float64."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "teacher_logprobs")
 """Streams of single tokens; all others are of whole replies."""
 
 
@@ -170,6 +170,7 @@ def _tokens() -> PolicyLossInputs:
     old = -normal().abs() - 0.5
     logprobs, advantages = old + 0.3 * normal(), normal()
     streams = {"old_logprobs": old, "rollout_logprobs": old + 0.1 * normal(), "ref_logprobs": old + 0.3 * normal()}
+    streams |= {"teacher_logprobs": old + 0.3 * normal()}
     rollout = _rollout()
     streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[replies], "groups": replies // 2}
     streams["chosen"] = normal() > 0.5

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens in one pass over the vocabulary, with logits of few tokens at a time.
 
-Shapes: N tokens, H hidden, V vocabulary.
+Shapes: N tokens, H hidden, V vocabulary, k candidates for each token, m tokens of its kept set.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Most logits that exist at a time: 64 MiB and 1 GiB in float32, and up to two tensors like them. A chunk moves the
 output layer's weight through a GPU's memory seven times; with 110 tokens, that took longer than their products."""
+NO_LOGPROB = -1e30
+"""Stands for the log-probability of a token that cannot be: e to this is 0, and 0 times it is no NaN."""
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -29,7 +31,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         logp = torch.log_softmax(logits, dim=-1)
         entropy = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(logp, targets, entropy)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return logp.gather(-1, _columns(targets)).view_as(targets), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -42,26 +44,40 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             grad = (logp + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
         if grad_logprobs is None:
             return grad, None
-        p.mul_(-grad_logprobs[:, None])
-        p.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(p.dtype))
+        of_each = _columns(grad_logprobs)
+        p.mul_(-of_each.sum(-1, keepdim=True))
+        p.scatter_add_(-1, _columns(targets), of_each.to(p.dtype))
         return p if grad is None else grad.add_(p), None
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def _columns(of_tokens: Tensor) -> Tensor:
+    """[N, k] of [N, k] or [N]."""
+    return of_tokens if of_tokens.dim() == 2 else of_tokens[:, None]
+
+
+def logprobs_and_entropy(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats.
 
     Args:
         logits: [N, V], any float dtype; the arithmetic is float32 at least.
-        targets: [N] int64.
+        targets: [N] int64, or [N, k] of several candidates for each token.
         temperature: logits are divided by it first.
+        kept: int64 [N, m], ids of the only tokens that can be, of which each distribution is then (the kept set of
+            top-p, top-k or min-p sampling); an id may occur again. None: all can be.
 
     Returns:
-        (logprobs [N], entropy [N]), both differentiable.
+        (logprobs of the targets' shape, entropy [N]), both differentiable. A target that cannot be has about
+        `NO_LOGPROB`, without a gradient.
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
+    if kept is not None:
+        can_be = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, kept, True)
+        logits = logits.masked_fill(~can_be, NO_LOGPROB)
     logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -71,11 +87,13 @@ def chunked_logprobs_and_entropy(
     hidden: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
+    kept: Tensor | None = None,
     *,
     vocab_size: int,
     max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_and_entropy(output_layer(hidden), targets, temperature)`, logits being made for a chunk at a time.
+    """`logprobs_and_entropy(output_layer(hidden), targets, temperature, kept)`, logits being made for a chunk at a
+    time.
 
     The backward pass computes a chunk's logits again instead of keeping them. Chunks depend on shapes alone; where all
     logits are no more than `max_logits` there is one, which is kept.
@@ -83,24 +101,24 @@ def chunked_logprobs_and_entropy(
     Args:
         output_layer: states [n, H] → logits [n, V].
         hidden: [N, H].
-        targets: [N] int64.
+        targets: [N] or [N, k] int64.
+        kept: [N, m] int64, or None.
         vocab_size: V.
         max_logits: None: `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`.
 
     Returns:
-        (logprobs [N], entropy [N]).
+        (logprobs of the targets' shape, entropy [N]).
     """
     max_logits = max_logits or (MAX_LOGITS_ON_GPU if hidden.is_cuda else MAX_LOGITS)
 
-    def chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(output_layer(states), ids, temperature)
+    def chunk(states: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(output_layer(states), ids, temperature, kept)
 
     num_chunks = math.ceil(len(hidden) / max(max_logits // vocab_size, 1))
     if num_chunks <= 1:
-        return chunk(hidden, targets)
-    parts = [
-        checkpoint(chunk, states, ids, use_reentrant=False, preserve_rng_state=False)
-        for states, ids in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
-    ]
+        return chunk(hidden, targets, kept)
+    kept_parts = [None] * num_chunks if kept is None else kept.tensor_split(num_chunks)
+    split = zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), kept_parts, strict=True)
+    parts = [checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in split]
     logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs, entropy

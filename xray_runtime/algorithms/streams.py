@@ -12,7 +12,6 @@ from torch import Tensor
 COLUMN = "column "
 """Before the name of a column of the dataset's row."""
 NOT_THERE = {
-    "teacher_logprobs": "a teacher, which no method has",
     "topk_ids": "generators that return the sampler's top-k, which none does",
     "topk_logprobs": "generators that return the sampler's top-k, which none does",
 }
@@ -35,8 +34,7 @@ def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
 class TokenStreams:
     """Streams that losses and advantages may read: a number for each token, [B, T] for advantages, [R] for a loss.
 
-    Each raises ValueError, one line, where nothing provides it: so do `teacher_logprobs`, `topk_ids` and
-    `topk_logprobs` today.
+    Each raises ValueError, one line, where nothing provides it: so do `topk_ids` and `topk_logprobs` today.
     """
 
     streams: Mapping[str, Tensor]
@@ -68,7 +66,7 @@ class TokenStreams:
 
     @property
     def teacher_logprobs(self) -> Tensor:
-        """A teacher's."""
+        """The teacher's, of the stage's `distillation`."""
         return read(self.streams, "teacher_logprobs")
 
     @property

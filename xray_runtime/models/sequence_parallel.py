@@ -141,14 +141,15 @@ def shared_states(own: Tensor, places: Tensor, ranks: SequenceRanks) -> SharedSt
 
 
 def each_where_it_is(compute: Callable[..., T], states: States, *aligned: Tensor) -> T:
-    """`compute(states, *aligned)`, tensors with one number for each of the N states, each computed by a rank that has
-    it. `aligned` have one entry a state."""
+    """`compute(states, *aligned)`, tensors [N, …] with an entry a state, each computed by a rank that has it. `aligned`
+    have one entry a state."""
     if isinstance(states, Tensor):
         return compute(states, *aligned)
     mine = (states.source >= 0).nonzero().squeeze(-1)
 
     def whole(numbers: Tensor) -> Tensor:
-        return states.ranks.summed(numbers.new_zeros(len(states)).index_add(0, mine, numbers))
+        zeros = numbers.new_zeros(len(states), *numbers.shape[1:])
+        return states.ranks.summed(zeros.index_add(0, mine, numbers))
 
     made: T = tree_map(whole, compute(embedding(states.source[mine], states.own), *(each[mine] for each in aligned)))
     return made

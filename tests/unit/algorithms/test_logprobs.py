@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy, logprobs_and_entropy
+from xray_runtime.algorithms.logprobs import NO_LOGPROB, chunked_logprobs_and_entropy, logprobs_and_entropy
 
 
 def test_by_hand() -> None:
@@ -226,3 +226,64 @@ def test_chunks_are_at_the_temperature_of_the_whole() -> None:
     for options in ({"temperature": 0.7}, {}):
         found = chunked_logprobs_and_entropy(layer, hidden, targets, vocab_size=40, max_logits=80, **options)
         torch.testing.assert_close(found, logprobs_and_entropy(layer(hidden), targets, **options))
+
+
+CANDIDATES = torch.tensor([[2, 0, 2], [1, 6, 0], [3, 3, 3], [5, 4, 1], [0, 1, 2]])
+KEPT = torch.tensor([[2, 0, 3], [1, 6, 6], [3, 3, 3], [5, 4, 1], [6, 5, 4]])
+"""Ids, some of them twice. Row 1 keeps 1 and 6, and 0 is a candidate that cannot be; row 2 keeps one token."""
+
+
+def random_logits() -> torch.Tensor:
+    return torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def test_candidates_are_gathered_with_their_gradients() -> None:
+    """[N, k] targets give what [N] targets give one column after the other."""
+    weights = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    ours, theirs = random_logits().requires_grad_(), random_logits().requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(ours, CANDIDATES, 0.7)
+    columns, (same, *_) = zip(*(logprobs_and_entropy(theirs, ids, 0.7) for ids in CANDIDATES.T), strict=True)
+    torch.testing.assert_close(logprobs, torch.stack(columns, 1), rtol=0, atol=0)
+    torch.testing.assert_close(entropy, same, rtol=0, atol=0)
+    (weights * logprobs).sum().backward()
+    (weights * torch.stack(columns, 1)).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert torch.autograd.gradcheck(
+        lambda z: logprobs_and_entropy(z, CANDIDATES, 0.7), (random_logits().requires_grad_(),)
+    )
+
+
+def test_a_kept_set_by_hand() -> None:
+    # p = (1, 2, 5) / 8, of which tokens 0 and 1 are kept: (1, 2) / 3, H = ln 3 − (2/3) ln 2 = 0.6365142.
+    logits = torch.tensor([[0.0, math.log(2), math.log(5)]], requires_grad=True)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0, 1, 2]]), kept=torch.tensor([[1, 0]]))
+    torch.testing.assert_close(logprobs[0, :2], torch.tensor([math.log(1 / 3), math.log(2 / 3)]), rtol=0, atol=1e-6)
+    assert logprobs[0, 2].item() == pytest.approx(NO_LOGPROB)
+    assert entropy.item() == pytest.approx(0.6365142, abs=1e-6)
+    # Of token 0: (1 − 1/3, −2/3, 0); of the one that cannot be none.
+    (logprobs[0, 0] + 0 * logprobs[0, 2]).backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[2 / 3, -2 / 3, 0.0]]), rtol=0, atol=1e-6)
+
+
+def test_a_kept_set_agrees_with_its_own_softmax() -> None:
+    base = random_logits()
+    logprobs, entropy = logprobs_and_entropy(base, KEPT, 0.7, KEPT)
+    for row, ids in enumerate(KEPT):
+        kept = ids.unique()
+        alone = torch.distributions.Categorical(logits=base[row, kept] / 0.7)
+        places = [kept.tolist().index(i) for i in ids.tolist()]
+        torch.testing.assert_close(logprobs[row], alone.log_prob(torch.tensor(places)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(entropy[row], alone.entropy(), rtol=1e-12, atol=1e-12)
+    chosen = KEPT[:, :2]
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, chosen, 0.7, KEPT), (base.requires_grad_(),))
+    everything = torch.arange(7).expand(5, 7)
+    torch.testing.assert_close(
+        logprobs_and_entropy(base, CANDIDATES, kept=everything), logprobs_and_entropy(base, CANDIDATES), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("max_logits", [1000, 80, 40])
+def test_chunks_of_candidates_and_kept_sets(max_logits: int) -> None:
+    layer, hidden = torch.nn.Linear(5, 40, dtype=torch.float64), torch.eye(5).double()
+    found = chunked_logprobs_and_entropy(layer, hidden, KEPT, 0.7, KEPT, vocab_size=40, max_logits=max_logits)
+    torch.testing.assert_close(found, logprobs_and_entropy(layer(hidden), KEPT, 0.7, KEPT), rtol=1e-12, atol=1e-12)

@@ -18,7 +18,6 @@ NONE = torch.zeros(1)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("teacher_logprobs", "teacher_logprobs is not allowed: it needs a teacher, which no method has"),
         ("topk_ids", "topk_ids is not allowed: it needs generators that return the sampler's top-k, which none does"),
         (
             "ref_logprobs",

@@ -265,6 +265,15 @@ def test_each_token_has_its_numbers(output: Path) -> None:
         assert (reply.status_code, text in reply.text) == (400, True), reply.text
 
 
+def test_what_candidates_lost_stands_beside_what_they_lost_to(output: Path) -> None:
+    text = studio(output).get("/evaluations").text
+    lost = text.partition("Where a candidate lost")[2]
+    assert "score by gold: +0.500 → -0.250" in lost
+    assert re.search(
+        r"<h4>Before</h4><p class=\"text\">a</p></div><div><h4>Candidate</h4><p class=\"text\">b</p>", lost
+    )
+
+
 def test_the_command_sorts_and_compares_as_the_page_does(output: Path) -> None:
     where = ["rollouts", "ppo-read", "--output", str(output), "--json"]
     found = json.loads(CliRunner().invoke(command, [*where, "--order", "highest", "--limit", "3"]).output)

@@ -26,7 +26,7 @@ from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.page import drawing
 
 MAX_LOST = 6
-"""Samples of each evaluation that its candidate lost."""
+"""Pairs of each evaluation that its candidate lost."""
 
 router = APIRouter()
 PAGES = Pages(
@@ -107,21 +107,20 @@ def evaluations(request: Request) -> Response:
 
 
 def _lost(node: Node) -> list[dict[str, Any]]:
-    """Samples of an evaluation whose reply scored lower than the one before, the largest loss first."""
+    """Pairs of an evaluation or a comparison in which its policy lost, the largest loss first."""
     found: list[dict[str, Any]] = []
     try:
-        for sample in json.loads(read_bounded(node.directory / "samples.json")):
-            for judge in ("gold", "reward"):
-                before, after = sample.get(f"{judge}_before"), sample.get(f"{judge}_after")
-                if isinstance(before, float) and isinstance(after, float) and after < before:
-                    scores = {"judge": f"{judge} score", "before_score": before, "after_score": after}
-                    texts = {name: str(sample[name]) for name in ("prompt", "before", "after")}
-                    found.append({"stage": node.manifest.stage, **scores, **texts})
-                    break
-    # The audit names it.
+        judge = node.results["judge"]
+        for pair in json.loads(read_bounded(node.directory / "lost.json"))[:MAX_LOST]:
+            before, after = ("champion", "candidate") if "candidate" in pair else ("before", "after")
+            by = judge if f"{judge}_{before}" in pair else "reward"
+            scores = {"before_score": float(pair[f"{by}_{before}"]), "after_score": float(pair[f"{by}_{after}"])}
+            texts = {"prompt": str(pair["prompt"]), "before": str(pair[before]), "after": str(pair[after])}
+            found.append({"stage": node.manifest.stage, "against": before, "judge": str(by), **scores, **texts})
+    # The audit names it; benchmarks have none.
     except DAMAGED:
         return []
-    return sorted(found, key=lambda one: one["after_score"] - one["before_score"])[:MAX_LOST]
+    return found
 
 
 @router.get("/promote")

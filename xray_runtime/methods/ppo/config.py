@@ -25,6 +25,7 @@ from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISM
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
 from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
+from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
@@ -187,6 +188,8 @@ class PPOStageConfig(TrainingConfig):
     """How the generator gets what `lora` trains. `adapter`: as it is, some megabytes, beside the frozen weights.
     `merged`: as whole matrices, with which it samples faster. `auto`: `adapter` where the generator can and computes in
     bfloat16, which would round small changes of a matrix away; else `merged`."""
+    distillation: DistillationConfig | None = None
+    """A teacher beside the reward. None: no teacher."""
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
     validation: ValidationConfig | None = None
@@ -213,6 +216,11 @@ class PPOStageConfig(TrainingConfig):
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model."""
+        return True
 
     @model_validator(mode="before")
     @classmethod

@@ -5,6 +5,7 @@ Each takes a `PPOStageConfig`, whose module imports this one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
@@ -48,6 +49,25 @@ def check_sources(config: Any) -> None:
                 f"{field} = {value!r} must be {allowed!r} with advantages = 'gdpo', which compares each source of "
                 "reward by itself"
             )
+
+
+def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError if the inputs are not the teachers that `distillation` names, or cannot teach."""
+    given = sum(name.startswith("teacher.") for name in inputs)
+    if config.distillation is None:
+        if given:
+            raise ValueError("distillation: is required with a teacher: it says how it counts")
+        return
+    wanted = config.distillation.num_models
+    if given != wanted:
+        raise ValueError(
+            f"teacher: {given} models are not allowed: distillation has {wanted} (source = "
+            f"{config.distillation.source!r}, values = {config.distillation.values!r})"
+        )
+    if isinstance(config.environment, AgentConfig):
+        raise ValueError("distillation: is not allowed with an agent, whose episode has branches")
+    if config.environment is not None and config.distillation.demonstration is not None:
+        raise ValueError("distillation.demonstration: is not allowed with an environment, which makes its own prompts")
 
 
 def check_environment(config: Any) -> None:

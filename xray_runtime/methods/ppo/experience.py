@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
 from xray_runtime.algorithms.chosen_tokens import RolloutTokens
+from xray_runtime.algorithms.distillation import teacher_advantages
 from xray_runtime.algorithms.estimators import AdvantageInputs, estimate
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
+KL_TO = {"ref": "reference", "teacher": "teacher"}
+"""Stem of a column of log-probabilities → the model whose they are."""
+
+
 @dataclass(frozen=True)
 class Experience:
     """One rollout ready for updates."""
@@ -45,7 +50,7 @@ class Experience:
     num_tokens: int
     """Number of tokens that the policy sampled."""
     reference_kl: float
-    """Mean KL of a reply to the reference, by k1, in nats."""
+    """Mean KL of a reply to the reference, by k1, in nats; 0 without one."""
     metrics: dict[str, float]
 
     @property
@@ -93,8 +98,7 @@ def build_experience(
     streams = _streams(functions, rollout, scores, inputs, facts.moving)
     streams |= facts.streams(functions.reads, scored, ended if config.truncated == "lowest" else None)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
-    advantages, returns = estimate(functions.advantages, inputs, config.advantages)
-    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
+    advantages, returns = _advantages(config, functions, scores, inputs)
     streams |= _chosen(functions, text, rollout, RolloutTokens(_dense(scores.logprobs), advantages, mask))
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
@@ -105,14 +109,15 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
+        **scores.pick("teacher_topk_ids", "teacher_topk_logprobs"),
         **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
+    kl = {of: _kl(scores, f"{stem}_logprobs", mask) for stem, of in KL_TO.items() if f"{stem}_logprobs" in scores}
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
-    return Experience(rows, int(mask.sum()), kl["k1"], metrics)
+    return Experience(rows, int(mask.sum()), kl["reference"]["k1"] if "reference" in kl else 0.0, metrics)
 
 
 def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -137,12 +142,25 @@ def _streams(
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
-        "ref_logprobs": _dense(scores.ref_logprobs),
+        **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
         "versions": torch.from_numpy(rollout.version),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
         **({"seat_means": moving.take(inputs.scores, seats)} if "seat_means" in functions.advantage_reads else {}),
     }
+
+
+def _advantages(
+    config: PPOStageConfig, functions: Functions, scores: Scores, inputs: AdvantageInputs
+) -> tuple[Tensor, Tensor]:
+    """(advantages, whitened and with the teacher's where the config asks for that; returns), [B, T] each."""
+    mask = inputs.mask
+    advantages, returns = estimate(functions.advantages, inputs, config.advantages)
+    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
+    if config.distillation is not None and config.distillation.at_samples:
+        taught = teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
+        advantages = advantages + config.distillation.at_samples * taught
+    return advantages, returns
 
 
 def _chosen(functions: Functions, text: TextBatch, rollout: Rollout, tokens: RolloutTokens) -> dict[str, Tensor]:
@@ -169,6 +187,8 @@ def _read_by_loss(
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
         found["ref_logprobs"] = scores.ref_logprobs
+    if "teacher_logprobs" in read:
+        found["teacher_logprobs"] = scores.teacher_logprobs
     for name in {"turns", "chosen"} & read:
         found[name] = Ragged(streams[name][torch.from_numpy(like.mask())].numpy(), like.offsets)
     if "versions" in read:
@@ -219,9 +239,15 @@ def _experience_metrics(
     return metrics
 
 
-def _kl_metrics(kl: dict[str, float]) -> dict[str, float]:
-    """Metrics of `kl_summary` to the reference, of the policy before the update."""
-    return {"kl/reference_k1": kl["k1"], "kl/reference_k3": kl["k3"]}
+def _kl(scores: Scores, of: str, mask: Tensor) -> dict[str, float]:
+    """`kl_summary` of the policy before the update to what the column `of` is of."""
+    other = scores.pick(of)[of]
+    assert isinstance(other, Ragged)
+    return kl_summary(_dense(scores.logprobs), _dense(other), mask)
+
+
+def _kl_metrics(kl: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"kl/{other}_{estimator}": value for other, found in kl.items() for estimator, value in found.items()}
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:

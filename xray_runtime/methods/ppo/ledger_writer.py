@@ -40,7 +40,7 @@ from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batch import Rollout
+    from xray_runtime.data.batch import Rollout, Scores
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
@@ -133,7 +133,7 @@ class Ledger:
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
                 **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
+                **_other_logprobs(scored.scores),
                 **_turns(rollout),
                 **_routes(rollout),
                 **_scores(scored.sources),
@@ -215,6 +215,12 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
         "response_mask": lists(rollout.response_mask, pa.bool_()),
         "turn_rewards": lists(rollout.turn_rewards, pa.float32()),
     }
+
+
+def _other_logprobs(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the reference and of the teacher, where there are these models."""
+    found = scores.pick("ref_logprobs", "teacher_logprobs").items()
+    return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 
 def _routes(rollout: Rollout) -> dict[str, pa.Array]:

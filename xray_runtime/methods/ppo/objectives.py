@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from xray_runtime.algorithms.distillation import generalized_jsd
 from xray_runtime.algorithms.losses import (
     PolicyLoss,
     PolicyLossInputs,
@@ -36,6 +37,7 @@ from xray_runtime.models.objectives import (
     response_positions,
 )
 from xray_runtime.models.sequence_parallel import States
+from xray_runtime.models.teacher_objective import with_likeliest
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 OBSERVATIONS = "observations"
 """Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "chosen")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "chosen")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -56,11 +58,20 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @cached_property
     def _predicted(self) -> tuple[Tensor, Tensor]:
-        return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+        if "teacher_topk_ids" not in self.rows:
+            return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+        others = self.rows.teacher_topk_ids.values
+        return with_likeliest(self.module, self.hidden, self.rows, others, self._config.temperature)
 
     @property
     def logprobs(self) -> Tensor:
-        return self._predicted[0]
+        found = self._predicted[0]
+        return found if found.dim() == 1 else found[:, 0]
+
+    @property
+    def of_likeliest(self) -> Tensor:
+        """Log-probabilities of the teacher's likeliest tokens [R, k]."""
+        return self._predicted[0][:, 1:]
 
     @property
     def entropy(self) -> Tensor:
@@ -191,6 +202,23 @@ class Observations(Component[PolicyForward]):
 
 
 @dataclass(frozen=True)
+class TeacherDivergence(PolicyComponent):
+    """The divergence from the teacher's distribution at each token, where it is in the loss."""
+
+    logged = "teacher_divergence"
+
+    def coef(self, totals: StepTotals) -> float:
+        return 0.0 if self.config.distillation is None else self.config.distillation.coef
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, of_teacher = self.config.distillation, forward.rows.teacher_topk_logprobs.values
+        assert config is not None
+        assert config.beta is not None
+        found = generalized_jsd(forward.of_likeliest, of_teacher, config.beta, whole=config.top_k is None)
+        return Terms(found, forward.share * forward.mask)
+
+
+@dataclass(frozen=True)
 class ValueRegression(Component[PolicyForward]):
     """The clipped squared error of the values, a mean over the tokens that the policy chose."""
 
@@ -227,6 +255,8 @@ class PPOObjective(Objective[PolicyForward]):
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
+        if config.distillation is not None and config.distillation.beta is not None:
+            parts.append(TeacherDivergence(config))
         if config.observation_coef:
             parts.append(Observations(config))
         if module.scalar is not None:
