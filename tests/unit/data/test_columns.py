@@ -181,4 +181,4 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     for name, column in Rollout.declared().items():
         if column.shape == "[B, R]":
             np.testing.assert_array_equal(getattr(rollout, name).lengths, rollout.response_ids.lengths, name)
-    assert check_ledger(tmp_path / "out", {"environment"}) == {column.name for column in LEDGER} - ROUTES - {"seat"}
+    assert check_ledger(tmp_path / "out", {"environment"}) == {column.name for column in LEDGER} - ROUTES - {"seat", "teacher_logprobs"}
