@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,12 @@ from xray_runtime.kernel.errors import shown
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Game, rollout_of
+from xray_runtime.methods.common.teacher_prompts import TeacherPrompts
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
+    from xray_runtime.cluster.protocols import ModelHandle
     from xray_runtime.methods.common.environment import EnvironmentConfig
     from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
@@ -49,6 +51,10 @@ class Episodes:
         self._pool, self._max_prompt = pool, setup.max_prompt
         self._generator, self._sampling, self._tokenizer = setup.generator, setup.sampling, setup.tokenizer
         self._config: EnvironmentConfig = stage.config.environment
+        self._champion = setup.champion
+        if setup.champion is not None:
+            # It reads and says tokens of the policy's vocabulary; raises ValueError: it has another.
+            TeacherPrompts(f"{stage.name}.champion", stage.inputs.champion.path, setup.tokenizer)
         self._format = chat_format(setup.tokenizer)
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One rollout at a time: episodes of two would have the same numbers.
@@ -69,7 +75,7 @@ class Episodes:
         rows: list[Episode] = []
         for start in range(0, len(games), batch.group_size):
             group = games[start : start + batch.group_size]
-            rows += [game.rows[seat] for seat in seats or ("",) for game in group]
+            rows += [game.rows[seat] for seat in self._config.policy_seats or ("",) for game in group]
         for episode in rows:
             if not episode.ids:
                 # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
@@ -96,25 +102,36 @@ class Episodes:
             self._begin(game, Start(**start))
         turn = 0
         while active := [game for game in games if not game.over]:
-            seeds = [derive_seed(stage.seed, stage.name, batch.purpose, number, game.row, turn) for game in active]
-            texts_so_far = ([*game.turn.prompt, *game.turn.ids] for game in active)
-            rows = PromptBatch(input_ids=Ragged.of(texts_so_far), seed=np.array(seeds))
-            answer = get(self._generator.generate.remote(rows, self._sampling, batch.version))
-            check_rollout(answer, len(active), self._sampling)
-            turns = [ids.tolist() for ids in answer.response_ids]
-            texts = decode_replies(self._tokenizer, turns)
-            for game, ids, logprobs, text in zip(active, turns, answer.rollout_logprobs, texts, strict=True):
-                game.turn.say(ids, logprobs.tolist())
-                game.replies.append(text)
-            # An environment cannot answer a turn that was cut off.
-            for game, ended in zip(active, answer.ended, strict=True):
-                if not ended:
-                    game.cut()
+            seeds = {
+                game.row: derive_seed(stage.seed, stage.name, batch.purpose, number, game.row, turn) for game in active
+            }
+            of_champion = [game for game in active if game.seat in self._config.champion_seats]
+            of_policy = [game for game in active if game.seat not in self._config.champion_seats]
+            self._say(self._generator, of_policy, seeds, batch.version)
+            if self._champion is not None:
+                self._say(self._champion, of_champion, seeds, 0)
             for game, step in self._answers([game for game in active if not game.over], name, number):
                 self._follow(game, Step(**step))
             turn += 1
         for game in games:
             self._pool.close(game.number)
+
+    def _say(self, model: ModelHandle, games: list[Game], seeds: Mapping[int, int], version: int) -> None:
+        """Sample the turns of `games` from `model`."""
+        if not games:
+            return
+        so_far = ([*game.turn.prompt, *game.turn.ids] for game in games)
+        rows = PromptBatch(input_ids=Ragged.of(so_far), seed=np.array([seeds[game.row] for game in games]))
+        answer = get(model.generate.remote(rows, self._sampling, version))
+        check_rollout(answer, len(games), self._sampling)
+        turns = [ids.tolist() for ids in answer.response_ids]
+        texts = decode_replies(self._tokenizer, turns)
+        columns = turns, answer.rollout_logprobs, texts, answer.ended
+        for game, ids, logprobs, text, ended in zip(games, *columns, strict=True):
+            game.turn.say(ids, logprobs.tolist())
+            game.replies.append(text)
+            if not ended:
+                game.cut()  # an environment cannot answer it
 
     def _begin(self, game: Game, start: Start) -> None:
         if not self._pass_to(game, start.seat) or (start.messages is None and start.tools is None):

@@ -175,10 +175,9 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     attempt(inputs, tmp_path / "out", World(), model=Checked, kept=tmp_path, **fields)
     [rollout] = made
     assert rollout.are_episodes
-    assert (
-        check(rollout) == set(Rollout.declared()) - {"branches", "ran_again", "seat"} - ROUTES
-    )  # of agents, and of games
+    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs"} | ROUTES  # agents, games, teachers, mixtures
+    assert check(rollout) == set(Rollout.declared()) - elsewhere
     for name, column in Rollout.declared().items():
         if column.shape == "[B, R]":
             np.testing.assert_array_equal(getattr(rollout, name).lengths, rollout.response_ids.lengths, name)
-    assert check_ledger(tmp_path / "out", {"environment"}) == {column.name for column in LEDGER} - ROUTES - {"seat", "teacher_logprobs"}
+    assert check_ledger(tmp_path / "out", {"environment"}) == {column.name for column in LEDGER} - elsewhere

@@ -70,17 +70,17 @@ def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer
 def _lines_of_games(table: pa.Table, number: int, config: PPOConfig) -> Iterator[dict[str, Any]]:
     """The same of games of several, whose answers tell what each seat said."""
     assert isinstance(config.environment, EnvironmentConfig)
-    seats, games = config.environment.seats, config.prompts_per_iteration * config.samples_per_prompt
+    seats, games = config.environment.policy_seats, config.prompts_per_iteration * config.samples_per_prompt
     of_rows = games_of_rows(games, config.samples_per_prompt, len(seats))
-    for row, seat, version, answers in zip(
-        *(table[name].to_pylist() for name in ("row", "seat", "version", ANSWERS)), strict=True
-    ):
+    columns = (table[name].to_pylist() for name in ("row", "round", "seat", "version", ANSWERS))
+    for row, attempt, seat, version, answers in zip(*columns, strict=True):
         if seat != seats[0]:  # each seat's row has all
             continue
         found = json.loads(answers)
         replies = [answer.pop("reply") for answer in found[1:]]
         for turn, answer in enumerate(found):
-            key = answer_key(rollout_name(purpose_of(0), number, version), of_rows[row], replies[:turn])
+            rollout, game = rollout_name(purpose_of(attempt), number, version), row - attempt * config.rollout_size
+            key = answer_key(rollout, of_rows[game], replies[:turn])
             answer.pop("seat", None)
             yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
 

@@ -66,8 +66,10 @@ class EnvironmentConfig(_Played):
     """Maximum number of tokens after the prompt, over all turns and observations. An episode is truncated when another
     full turn would not fit."""
     seats: Annotated[list[SeatName], AfterValidator(_seats)] = Field(default_factory=list)
-    """Names of the seats of a game, all played by the policy (`ppo` alone); replies are compared seat by seat. Empty:
-    the policy has no company."""
+    """Names of the seats of a game, played by the policy (`ppo` alone); replies are compared seat by seat. Empty: the
+    policy plays alone."""
+    champion_seats: list[SeatName] = Field(default_factory=list)
+    """Those of `seats` that the stage's `champion` plays, a model that learns nothing and whose turns make no rows."""
     cohorts: Count = 2
     """Number of independent groups of episodes: while the environments of one group run, the generator samples for
     another. Within a group, a turn begins when all environments have answered."""
@@ -80,7 +82,21 @@ class EnvironmentConfig(_Played):
 
     @property
     def rows_an_episode(self) -> int:
-        return max(len(self.seats), 1)
+        return max(len(self.policy_seats), 1)
+
+    @property
+    def policy_seats(self) -> list[str]:
+        """The seats that make rows."""
+        return [seat for seat in self.seats if seat not in self.champion_seats]
+
+    @model_validator(mode="after")
+    def _champion_has_company(self) -> Self:
+        unknown = [seat for seat in self.champion_seats if seat not in self.seats]
+        if unknown or (self.champion_seats and not self.policy_seats):
+            raise ValueError(
+                f"champion_seats = {self.champion_seats} is not allowed: must be some of seats = {self.seats}, not all"
+            )
+        return self
 
     @property
     def called_functions(self) -> Sequence[str]:
@@ -207,8 +223,8 @@ def check_turns(
 ) -> None:
     """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode, or its several `seats`
     this kind of stage."""
-    if environment.rows_an_episode > 1 and not seats:
-        raise ValueError("environment.seats is not allowed here: only `ppo` plays all seats of a game")
+    if isinstance(environment, EnvironmentConfig) and environment.seats and not seats:
+        raise ValueError(f"environment.seats = {environment.seats} must be [] here: only `ppo` plays games of several")
     if environment.max_tokens < max_new_tokens:
         raise ValueError(
             f"environment.max_tokens = {environment.max_tokens} must be at least max_new_tokens = {max_new_tokens}, "

@@ -197,7 +197,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
-            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+            SamplerSetup(
+                stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out, models.get("champion")
+            )
         ) as episodes,
     ):
         in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None

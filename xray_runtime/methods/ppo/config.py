@@ -295,6 +295,10 @@ class PPOStageConfig(TrainingConfig):
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
+        if getattr(self.environment, "champion_seats", ()) and runtime.generator_sleeps:
+            raise ValueError(
+                "environment.champion_seats must be [] with runtime.generator_sleeps = True: the champion never sleeps"
+            )
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

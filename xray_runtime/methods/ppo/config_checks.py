@@ -70,6 +70,15 @@ def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
         raise ValueError("distillation.demonstration: is not allowed with an environment, which makes its own prompts")
 
 
+def check_champion(config: Any, inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError if there is a champion that plays no seat, or none for its seats."""
+    seats = getattr(config.environment, "champion_seats", [])
+    if ("champion" in inputs) != bool(seats):
+        raise ValueError(
+            f"environment.champion_seats = {seats} must name the seats of the champion, if and only if one is passed"
+        )
+
+
 def check_environment(config: Any) -> None:
     """Raises ValueError if other fields do not fit `environment`."""
     environment = config.environment

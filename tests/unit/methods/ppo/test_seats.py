@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 
 from tests.message_texts import Messages
 from tests.unit.methods.ppo import sample_environments
-from tests.unit.methods.ppo.loop import plain
-from tests.unit.methods.ppo.played_environments import HERE, played
+from tests.unit.methods.ppo.loop import logprob, plain
+from tests.unit.methods.ppo.played_environments import HERE, Policy, played
 from xray_runtime.agents.environments.answer_checks import as_start, as_step
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.methods.common.sampling.episode import games_of_rows
 from xray_runtime.methods.evaluate.config import EvaluateConfig
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.config_checks import check_champion
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
@@ -138,17 +142,73 @@ def test_a_seat_without_a_turn_has_no_reward(inputs: PPOInputs, tmp_path: Path, 
     message_texts.check(table["failure/environment"].to_pylist()[2])
 
 
+class Sides(Policy):
+    """The champion says "na"."""
+
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
+        found = super()._generate(rows, sampling, version)
+        if self.role == "generator":
+            return found
+        assert (self.role, version) == ("champion", 0)
+        turned = Ragged.of([ids[1], ids[0], ids[2]] for ids in found.response_ids)
+        return found.with_columns(response_ids=turned, rollout_logprobs=Ragged(logprob(turned.values), turned.offsets))
+
+
+def test_a_champion_plays_seats_and_learns_nothing(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, scratch = tmp_path / "steps", tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv(sample_environments.STEPS, str(steps))
+    against = dataclasses.replace(inputs, champion=inputs.policy)
+    seats = {"seats": SEATS, "champion_seats": ["left"]}
+    fields = FIELDS | {"limits": seats, "minibatch_size": 4, "model": Sides}
+    world, recorder = played(against, tmp_path / "out", "Duel", **fields)
+    table = ledger(tmp_path / "out", 0)
+    assert table["seat"].to_pylist() == ["right"] * 4
+    assert table["reward"].to_pylist() == [-0.75] * 4
+    assert [len(rows.id) for _, rows, _, _ in world.batches] == [4] * 3
+    found = json.loads(table["answers"].to_pylist()[0])
+    assert [(answer["seat"], answer["reply"]) for answer in found[1:]] == [
+        ("left", "na"),
+        ("right", "an"),
+        ("left", "na"),
+    ]
+    assert "rollout/seat/left" not in recorder.points[0]
+    # A replay has what both said.
+    steps.unlink()
+    given = {name: value for name, value in FIELDS.items() if name != "limits"}
+    config = PPOConfig(environment={"path": f"{HERE}:Duel", **seats}, rewards=[], **given)
+    load_tokenizer(inputs.policy.path).save_pretrained(tmp_path / "out")
+    assert restore_recorded(tmp_path / "out", config, 2, Journal(scratch)) == ["environment"]
+    played(against, tmp_path / "again", "Duel", kept=scratch, **fields)
+    assert not steps.exists()
+    assert ledger(tmp_path / "again", 2).equals(ledger(tmp_path / "out", 2))
+
+
+@pytest.mark.parametrize("champion", [True, False])
+def test_a_champion_has_seats(champion: bool, message_texts: Messages) -> None:
+    fields: dict[str, Any] = {"environment": {"path": "a:b", "seats": SEATS}}
+    if not champion:
+        fields["environment"] |= {"champion_seats": ["left"]}
+    config = validate_as(PPOConfig, {"rewards": []} | fields)
+    with message_texts.raises(ValueError):
+        check_champion(config, {"champion": None} if champion else {})
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"environment": {"path": "a:b", "seats": ["one"]}},
+        {"environment": {"path": "a:b", "seats": SEATS, "champion_seats": ["above"]}},
+        {"environment": {"path": "a:b", "seats": SEATS, "champion_seats": SEATS}},
         {"environment": {"path": "a:b", "seats": ["one", "one"]}},
         {"environment": {"path": "a:b", "seats": ["one", "t w o"]}},
         {"environment": {"path": "a:b", "seats": SEATS}, "resample_rounds": 1, "samples_per_prompt": 2},
         {"environment": {"path": "a:b", "seats": SEATS}, "validation": {"every": 1}},
         {"environment": {"path": "a:b", "seats": SEATS}, "prompts_per_iteration": 2, "minibatch_size": 8},
     ],
-    ids=["one", "twice", "name", "resample_rounds", "validation", "minibatch"],
+    ids=["one", "stranger", "all", "twice", "name", "resample_rounds", "validation", "minibatch"],
 )
 def test_what_games_of_several_do_not_allow(fields: dict[str, Any], message_texts: Messages) -> None:
     with message_texts.raises(ConfigError):
