@@ -128,7 +128,7 @@ class RowFacts:
     weights: Mapping[str, float] = field(default_factory=dict)
     """Source of reward → its weight."""
     moving: MovingMeans = field(default_factory=MovingMeans)
-    """Of the scores by seat; takes those of the rollout in where the advantages read `seat_means`."""
+    """Moving means of the scores by seat; takes those of the rollout in where the advantages read `seat_means`."""
 
     def streams(self, read: Collection[str], kept: Tensor, ended: Tensor | None) -> dict[str, Tensor]:
         """Those that functions `read`, of the rows `kept`.
