@@ -45,8 +45,5 @@ def distillation(output: str = "runs/distillation", seed: int = 0, iterations: i
             max_new_tokens=4,
             lr=1e-3,
         )
-        for name, model in (("of-student", policy), ("of-teacher", teacher)):
-            judged: dict[str, Any] = {"rewards": [exact], "num_prompts": 512, "max_new_tokens": 4, "name": name}
-            result = xray.evaluate(model, against=student, prompts=half, **judged)
-            if name == "of-student":
-                xray.register(policy, result)
+        judged: dict[str, Any] = {"prompts": half, "rewards": [exact], "num_prompts": 512, "max_new_tokens": 4}
+        xray.register(policy, xray.evaluate(policy, against=student, **judged))

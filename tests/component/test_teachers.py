@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.component.conftest import TINY
-from tests.component.models import RUNTIME, open_models
+from tests.component.models import RUNTIME
+from tests.component.processes import open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.stage import Stage

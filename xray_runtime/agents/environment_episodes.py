@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,25 +23,29 @@ import numpy as np
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.pool import EnvironmentPool
 from xray_runtime.cluster.protocols import get
-from xray_runtime.data.batch import PromptBatch, Rollout
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import shown
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Game, rollout_of
+from xray_runtime.methods.common.sampling.reply_stream import Sampled
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
-    from xray_runtime.cluster.protocols import ModelHandle
     from xray_runtime.methods.common.environment import EnvironmentConfig
     from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 log = logging.getLogger(__name__)
+
+Say = Callable[[list[Game], int], list[Sampled]]
+"""(episodes that go on, number of the turn) → the turn of each."""
 
 
 class Episodes:
@@ -56,7 +61,7 @@ class Episodes:
             # It reads and says tokens of the policy's vocabulary; raises ValueError: it has another.
             TeacherPrompts(f"{stage.name}.champion", stage.inputs.champion.path, setup.tokenizer)
         self._format = chat_format(setup.tokenizer)
-        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
+        self.journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One rollout at a time: episodes of two would have the same numbers.
         self._rollouts = ThreadPoolExecutor(1)
         # A template that cannot write observations fails here, before anything is sampled.
@@ -69,18 +74,14 @@ class Episodes:
         size = -(-len(games) // self._config.cohorts)
         cohorts = [games[start : start + size] for start in range(0, len(games), size)]
         with ThreadPoolExecutor(len(cohorts)) as threads:
-            running = [threads.submit(self._play, cohort, batch) for cohort in cohorts]
+            say = partial(self._say, batch)
+            running = [threads.submit(self._play, cohort, batch.name, batch.number, say) for cohort in cohorts]
             for cohort in running:
                 cohort.result()
         rows: list[Episode] = []
         for start in range(0, len(games), batch.group_size):
             group = games[start : start + batch.group_size]
             rows += [game.rows[seat] for seat in self._config.policy_seats or ("",) for game in group]
-        for episode in rows:
-            if not episode.ids:
-                # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
-                episode.say([self._format.end_of_turn], [0.0])
-                episode.turns, episode.failure = 0, episode.failure or f"seat {episode.seat!r} had no turn"
         return rollout_of(rows, batch.version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
@@ -94,44 +95,61 @@ class Episodes:
     def metrics(self, episodes: Rollout) -> dict[str, float]:
         return {}
 
-    def _play(self, games: list[Game], batch: EpisodeBatch) -> None:
+    def _play(self, games: list[Game], name: str, step: int, say: Say) -> None:
         """Play the turns of a cohort until all its episodes are over."""
-        stage, name, number = self._stage, batch.name, batch.number
-        assert batch.version is not None
-        for game, start in self._answers(games, name, number):
+        for game, start in self._answers(games, name, step):
             self._begin(game, Start(**start))
         turn = 0
         while active := [game for game in games if not game.over]:
-            seeds = {
-                game.row: derive_seed(stage.seed, stage.name, batch.purpose, number, game.row, turn) for game in active
-            }
-            of_champion = [game for game in active if game.seat in self._config.champion_seats]
-            of_policy = [game for game in active if game.seat not in self._config.champion_seats]
-            self._say(self._generator, of_policy, seeds, batch.version)
-            if self._champion is not None:
-                self._say(self._champion, of_champion, seeds, 0)
-            for game, step in self._answers([game for game in active if not game.over], name, number):
-                self._follow(game, Step(**step))
+            replies = say(active, turn)
+            texts = decode_replies(self._tokenizer, [reply.ids for reply in replies])
+            for game, reply, text in zip(active, replies, texts, strict=True):
+                game.turn.say(reply.ids, reply.logprobs)
+                game.replies.append(text)
+                if not reply.ended:
+                    game.cut()  # an environment cannot answer it
+            for game, answer in self._answers([game for game in active if not game.over], name, step):
+                self._follow(game, Step(**answer))
             turn += 1
         for game in games:
             self._pool.close(game.number)
+            for episode in game.rows.values():
+                if not episode.ids:
+                    # It failed before its first turn. A row must have a token; nothing learns from a row without a
+                    # reward.
+                    episode.say([self._format.end_of_turn], [0.0])
+                    episode.turns, episode.failure = 0, episode.failure or f"seat {episode.seat!r} had no turn"
 
-    def _say(self, model: ModelHandle, games: list[Game], seeds: Mapping[int, int], version: int) -> None:
-        """Sample the turns of `games` from `model`."""
-        if not games:
-            return
-        so_far = ([*game.turn.prompt, *game.turn.ids] for game in games)
-        rows = PromptBatch(input_ids=Ragged.of(so_far), seed=np.array([seeds[game.row] for game in games]))
-        answer = get(model.generate.remote(rows, self._sampling, version))
-        check_rollout(answer, len(games), self._sampling)
-        turns = [ids.tolist() for ids in answer.response_ids]
-        texts = decode_replies(self._tokenizer, turns)
-        columns = turns, answer.rollout_logprobs, texts, answer.ended
-        for game, ids, logprobs, text, ended in zip(games, *columns, strict=True):
-            game.turn.say(ids, logprobs.tolist())
-            game.replies.append(text)
-            if not ended:
-                game.cut()  # an environment cannot answer it
+    def _say(self, batch: EpisodeBatch, active: list[Game], turn: int) -> list[Sampled]:
+        """The next turn of each episode, by the policy or the champion."""
+        stage, version = self._stage, batch.version
+        assert version is not None
+        found: dict[int, Sampled] = {}
+        champion = [game for game in active if game.seat in self._config.champion_seats]
+        policy = [game for game in active if game.seat not in self._config.champion_seats]
+        for games, generate in ((policy, self._generate), (champion, self._of_champion)):
+            if not games:
+                continue
+            seeds = [derive_seed(stage.seed, stage.name, batch.purpose, batch.number, g.row, turn) for g in games]
+            so_far = Ragged.of([*game.turn.prompt, *game.turn.ids] for game in games)
+            rows = PromptBatch(input_ids=so_far, seed=np.array(seeds))
+            answer = generate(rows, self._sampling, version)
+            columns = zip(games, answer.response_ids, answer.rollout_logprobs, answer.ended, strict=True)
+            for game, ids, logprobs, ended in columns:
+                found[game.row] = Sampled(ids.tolist(), logprobs.tolist(), bool(ended), [])
+        return [found[game.row] for game in active]
+
+    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
+        answer = get(self._generator.generate.remote(rows, sampling, version))
+        check_rollout(answer, len(rows), sampling)
+        return answer
+
+    def _of_champion(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
+        """As `_generate`, by the champion, whose weights never change."""
+        assert self._champion is not None
+        answer = get(self._champion.generate.remote(rows, sampling, 0))
+        check_rollout(answer, len(rows), sampling)
+        return answer
 
     def _begin(self, game: Game, start: Start) -> None:
         if not self._pass_to(game, start.seat) or (start.messages is None and start.tools is None):
@@ -195,7 +213,7 @@ class Episodes:
     def _answers(self, games: list[Game], name: str, step: int) -> Iterator[tuple[Game, dict[str, Any]]]:
         """The environments' answers to the last replies, or to the reset. Episodes that fail are left out."""
         keys = {game.row: answer_key(name, game.row, game.replies) for game in games}
-        entries = {row: self._journal.entry(key) for row, key in keys.items()}
+        entries = {row: self.journal.entry(key) for row, key in keys.items()}
         requests = {game.row: self._request(game) for game in games if entries[game.row] is None}
         fresh = []
         for game in games:
@@ -206,7 +224,7 @@ class Episodes:
                 fresh.append(entry)
                 entries[game.row] = entry
         # Written before use: an environment with a clock or a service would answer differently the next time.
-        self._journal.write_entries(step, fresh)
+        self.journal.write_entries(step, fresh)
         for game in games:
             entry = entries[game.row] or {}
             of_seat = {"seat": game.seat, "reply": game.replies[-1]} if game.replies and self._config.seats else {}

@@ -260,9 +260,10 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
-        if (training := cast("ModelSpec", self._spec).training) is not None and training.lora is not None:
+        lora = None if (training := cast("ModelSpec", self._spec).training) is None else training.lora
+        if lora is not None and lora.quantize is None:  # of others there is no base with their frozen weights
             adapters = self.export_weights(0, merged=False), directory / ADAPTER
-            save_adapter(*adapters, training.lora, self._spec.directory)
+            save_adapter(*adapters, lora, self._spec.directory, continues=self._spec.continues)
         here = [rank for rank, path in enumerate(directories) if path == directory]
         self._check_saved(directory, head_file, {n: d for part in written for n, d in part.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():

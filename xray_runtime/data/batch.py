@@ -159,7 +159,7 @@ class PolicyBatch(TextBatch[A]):
     rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
     turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
     chosen: Ragged[A] = column("[B, R]", "bool", _EXPERIENCE, _POLICY, "what its method chose over the rollout")
-    version: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "as of a rollout")
+    versions: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "updates of the policy that sampled it")
     group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
     weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
@@ -198,6 +198,15 @@ class Rollout(ReplyBatch[A]):
 
     seed: A = _SEED
     version: A = column("[B]", "int64", _LOOP, "ppo.metrics, ppo.ledger_writer", "updates of its policy, the oldest")
+    token_versions: Ragged[A] = column(
+        "[B, R]",
+        "int32",
+        "sampling.journaled_turns",
+        "ppo.ledger_writer",
+        "`version` of each token",
+    )
+    """Only with `in_flight_updates`; so is `group`."""
+    group: A = column("[B]", "int64", "ppo.in_flight", "ppo.ledger_writer", "number of its group, as they began")
     prompt: A = column("[B]", "int64", _LOOP, "sampling.scoring, ppo.ledger_writer", "index of the stage's prompt")
     drawn: A = column("[B]", "str", _LOOP, "ppo.ledger_writer", "why a curriculum drew the prompt")
     prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "sampling.scoring", "the environment's first prompt")
@@ -231,6 +240,7 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    entropy: Ragged[A] = column("[B, R]", "float32", _POLICY, "ppo.ledger_writer", "of the same policy, nats")
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS

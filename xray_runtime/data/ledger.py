@@ -28,7 +28,7 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
-NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "teacher_logprobs", "advantages", "weights")
+NUMBERS = ("rollout_logprobs", "logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "advantages", "weights")
 """List columns: token ids, and numbers per token of the reply."""
 ROUTES = ("route_ids", "route_weights")
 """List columns of prompt and reply, whose items are lists too: one for each expert of a token, layer by layer."""
@@ -49,10 +49,13 @@ class LedgerShard:
     """Digest of the trained weights that the generator loaded before the rollout. None: none were sent (before the
     first update the policy equals its parent), or they were sent from GPU to GPU without a digest."""
     table: pa.Table
+    dropped: tuple[int, ...] = ()
+    """Numbers of the groups in flight that the iteration gave up (`oversample`)."""
 
     def to_bytes(self) -> bytes:
         """The shard's file as bytes."""
         about = {"iteration": str(self.iteration)} | ({"policy": self.policy} if self.policy else {})
+        about |= {"dropped": json.dumps(self.dropped)} if self.dropped else {}
         out = pa.BufferOutputStream()
         # Numbers rarely repeat: dictionary encoding would take five times as long and half as much space again.
         table = self.table.replace_schema_metadata(about)
@@ -89,7 +92,7 @@ def read_shard(path: Path, *, lists: bool = True) -> LedgerShard:
         table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
-        return LedgerShard(int(about[b"iteration"]), policy, table)
+        return LedgerShard(int(about[b"iteration"]), policy, table, tuple(json.loads(about.get(b"dropped", b"[]"))))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error

@@ -41,7 +41,7 @@ class TeacherObjective(Objective[Forward[Any]]):
     top_k: int = 0
     """Likeliest tokens at each place to score too."""
     num_tokens: int = 0
-    """Of the student's vocabulary."""
+    """Size of the student's vocabulary."""
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         hidden = last_hidden(module, rows)

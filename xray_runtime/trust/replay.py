@@ -32,6 +32,7 @@ from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
+from xray_runtime.methods.ppo.in_flight import restore_groups
 from xray_runtime.models.merging import full_model
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
@@ -145,9 +146,12 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
             f"REF: {node.name} is not allowed: time decided its schedule (in_flight_updates), and no ledger holds the "
             f"replies of all iterations to {last}"
         )
-    if (terms := recorded_sources(config)) and not (node.directory / ANSWERS).is_file():
+    names = [term.name for term in recorded_sources(config)]
+    if isinstance(config, PPOConfig) and config.distillation is not None and config.distillation.server is not None:
+        names.append("the teacher's server")
+    if names and not (node.directory / ANSWERS).is_file():
         raise ConfigError(
-            f"REF: {node.name} is not allowed: {terms[0].name} might answer differently, and the checkpoint does not "
+            f"REF: {node.name} is not allowed: {names[0]} might answer differently, and the checkpoint does not "
             "hold its answers (ledger.keep = 'none', or ledger.tokens = 'hashed')"
         )
     for role, sha256 in manifest.parents.items():
@@ -233,6 +237,7 @@ def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, j
         found = restore_answers(checkpoint, journal)
         if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):
             found.add(ENVIRONMENT)
+        restore_groups(checkpoint, config, last, journal)
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
     return sorted(found)

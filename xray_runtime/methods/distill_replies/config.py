@@ -13,8 +13,7 @@ from xray_runtime.rewards.term import Column
 
 
 class LoggedConfig(Section):
-    """What a teacher said when it was asked: for each token of a reply, with the end of its turn, as many likeliest
-    tokens as `top_k`."""
+    """A teacher's answers: for each token of a reply, with the end of its turn, as many likeliest tokens as `top_k`."""
 
     ids: Column
     """The column of the dataset with their ids: a list for each token of the reply."""

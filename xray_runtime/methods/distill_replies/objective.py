@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TaughtForward(Forward[TaughtBatch[Tensor]]):
-    """What the components read, [R] each."""
+    """The tensors that both components read, [R] each."""
 
     def __init__(self, module: HeadedLM, rows: TaughtBatch[Tensor], config: DistillRepliesConfig) -> None:
         super().__init__(module, rows)

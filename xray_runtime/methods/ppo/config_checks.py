@@ -64,6 +64,11 @@ def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
             f"teacher: {given} models are not allowed: distillation has {wanted} (source = "
             f"{config.distillation.source!r}, values = {config.distillation.values!r})"
         )
+    if config.distillation.source == "server" and config.temperature != 1.0:
+        raise ValueError(
+            f"temperature = {config.temperature:g} must be 1 with distillation.source = 'server': servers tell "
+            "log-probabilities at temperature 1"
+        )
     if isinstance(config.environment, AgentConfig):
         raise ValueError("distillation: is not allowed with an agent, whose episode has branches")
     if config.environment is not None and config.distillation.demonstration is not None:
@@ -84,11 +89,17 @@ def check_environment(config: Any) -> None:
     environment = config.environment
     if config.in_flight_updates and not config.lag:
         raise ValueError(
-            "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
-            "of an older policy"
+            "in_flight_updates = True must be False with lag = 0: replies that run across an update have tokens of an "
+            "older policy"
         )
-    if config.in_flight_updates and not isinstance(environment, AgentConfig):
-        raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
+    if config.in_flight_updates and config.routing == "replay":
+        raise ValueError(
+            "routing = 'replay' must be 'own' with in_flight_updates = True: routes are recorded for whole replies"
+        )
+    if config.oversample and not config.in_flight_updates:
+        raise ValueError(
+            f"oversample = {config.oversample} must be 0 without in_flight_updates: only they leave replies unfinished"
+        )
     if environment is None:
         if config.observation_coef:
             raise ValueError(
@@ -97,6 +108,10 @@ def check_environment(config: Any) -> None:
             )
         return
     check_turns(environment, config.max_new_tokens, config.stop, seats=True)
+    if config.in_flight_updates and getattr(environment, "seats", ()):
+        raise ValueError(
+            "in_flight_updates = True must be False with environment.seats, whose turns wait for each other"
+        )
     if environment.rows_an_episode > 1:
         for field in ("validation", "curriculum", "resample_rounds"):
             if getattr(config, field):

@@ -1,4 +1,4 @@
-"""What a stage learns from a teacher."""
+"""How a stage learns from a teacher."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.kernel.config.section import NonNegative, Section, UnitInterval
+from xray_runtime.rewards.kinds._remote import RemoteConfig
 from xray_runtime.rewards.term import Column
 
 SHOWN = (
@@ -15,16 +16,25 @@ SHOWN = (
 )
 
 
+class TeacherServerConfig(RemoteConfig):
+    """A teacher behind an address: `/v1/completions` with `prompt_logprobs`, and `/tokenize`, as of vLLM's server."""
+
+    model: Annotated[str, Field(min_length=1)]
+    """Its name there."""
+
+
 class DistillationConfig(Section):
     """Distillation on the policy's own samples. The teacher T reads the policy's tokens at the policy's temperature."""
 
-    source: Literal["models", "policy"] = "models"
+    source: Literal["models", "policy", "server"] = "models"
     """The teacher. `models`: the stage's `teacher`, frozen; `policy`: the policy itself as it is now, shown a
-    `demonstration` that it does not see when it samples (self-distillation, arXiv 2601.19897)."""
+    `demonstration` that it does not see when it samples (self-distillation, arXiv 2601.19897); `server`: a model behind
+    an address, at temperature 1."""
+    server: TeacherServerConfig | None = None
     coef: NonNegative = 1.0
     """Weight of the divergence. 0: the teacher's log-probabilities are there for your own loss or advantages alone."""
     beta: UnitInterval | None = None
-    """None: the reverse KL at the sampled token, whose advantage falls by `coef` × (log π − log T). Else a term of the
+    """None: the reverse KL at the sampled token, whose advantage falls by `coef` × (log π − log T), less the rollout's mean of it. Else a term of the
     loss: the generalized Jensen-Shannon divergence (GKD) of the distributions at each place, which at 0 is the forward
     KL(T ‖ π) and at 1 the reverse KL(π ‖ T)."""
     top_k: Annotated[int, Field(ge=1, le=4096)] | None = 64
@@ -37,7 +47,8 @@ class DistillationConfig(Section):
     demonstration: Column | None = None
     """The column of the dataset with a text that the teacher is shown and the policy is not."""
     shown: str = SHOWN
-    """What the teacher reads in place of the last message, with `{prompt}` for that message and `{demonstration}`."""
+    """The text that the teacher reads in place of the last message, with `{prompt}`, that message, and
+    `{demonstration}`."""
 
     @property
     def at_samples(self) -> float:
@@ -47,7 +58,7 @@ class DistillationConfig(Section):
     @property
     def num_models(self) -> int:
         """Teachers among the stage's inputs."""
-        return 0 if self.source == "policy" else max(len(self.values), 1)
+        return max(len(self.values), 1) if self.source == "models" else 0
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -61,8 +72,12 @@ class DistillationConfig(Section):
                 f"values = {self.values!r} is not allowed with column = {self.column!r}: set both, a value for each of "
                 "at least two teachers, or neither"
             )
-        if self.column is not None and self.source == "policy":
-            raise ValueError(f"column = {self.column!r} must be left out with source = 'policy', a single teacher")
+        if self.column is not None and self.source != "models":
+            raise ValueError(f"column = {self.column!r} must be left out with source = {self.source!r}, one teacher")
+        if (self.server is None) == (self.source == "server"):
+            raise ValueError("server: is required with source = 'server', and is not allowed without it")
+        if self.source == "server" and self.top_k is None and self.beta is not None:
+            raise ValueError("top_k = None must be a number with source = 'server', which sends its likeliest tokens")
         if self.beta is not None and self.source == "policy":
             raise ValueError(
                 f"beta = {self.beta:g} must be left out with source = 'policy': the policy scores sampled tokens alone"

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
-KL_TO = {"ref": "reference", "teacher": "teacher"}
-"""Stem of a column of log-probabilities → the model whose they are."""
-
-
 @dataclass(frozen=True)
 class Experience:
     """One rollout ready for updates."""
@@ -98,7 +94,8 @@ def build_experience(
     streams = _streams(functions, rollout, scores, inputs, facts.moving)
     streams |= facts.streams(functions.reads, scored, ended if config.truncated == "lowest" else None)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
-    advantages, returns = _advantages(config, functions, scores, inputs)
+    advantages, returns = estimate(functions.advantages, inputs, config.advantages)
+    advantages = (whiten(advantages, mask) if config.whiten_advantages else advantages) + _taught(config, scores, mask)
     streams |= _chosen(functions, text, rollout, RolloutTokens(_dense(scores.logprobs), advantages, mask))
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
@@ -109,15 +106,13 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **scores.pick("teacher_topk_ids", "teacher_topk_logprobs"),
         **rollout.pick("response_mask", "branches", "route_ids"),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    kl = {of: _kl(scores, f"{stem}_logprobs", mask) for stem, of in KL_TO.items() if f"{stem}_logprobs" in scores}
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(scores, mask)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
-    return Experience(rows, int(mask.sum()), kl["reference"]["k1"] if "reference" in kl else 0.0, metrics)
+    return Experience(rows, int(mask.sum()), metrics.get("kl/reference_k1", 0.0), metrics)
 
 
 def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -143,24 +138,11 @@ def _streams(
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
         **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
-        "versions": torch.from_numpy(rollout.version),
+        "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
         **({"seat_means": moving.take(inputs.scores, seats)} if "seat_means" in functions.advantage_reads else {}),
     }
-
-
-def _advantages(
-    config: PPOStageConfig, functions: Functions, scores: Scores, inputs: AdvantageInputs
-) -> tuple[Tensor, Tensor]:
-    """(advantages, whitened and with the teacher's where the config asks for that; returns), [B, T] each."""
-    mask = inputs.mask
-    advantages, returns = estimate(functions.advantages, inputs, config.advantages)
-    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
-    if config.distillation is not None and config.distillation.at_samples:
-        taught = teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
-        advantages = advantages + config.distillation.at_samples * taught
-    return advantages, returns
 
 
 def _chosen(functions: Functions, text: TextBatch, rollout: Rollout, tokens: RolloutTokens) -> dict[str, Tensor]:
@@ -169,6 +151,13 @@ def _chosen(functions: Functions, text: TextBatch, rollout: Rollout, tokens: Rol
         return {}
     seeds = [derive_seed(int(seed), "tokens", int(id)) for seed, id in zip(rollout.seed, text.id, strict=True)]
     return {"chosen": functions.chooses(replace(tokens, seeds=seeds))}
+
+
+def _versions(rollout: Rollout) -> Tensor:
+    """The version that sampled each token [B, T]."""
+    if "token_versions" in rollout:
+        return _dense(rollout.token_versions).long()
+    return torch.from_numpy(rollout.version)[:, None].expand(-1, int(rollout.response_ids.lengths.max(initial=0)))
 
 
 def _read_by_loss(
@@ -183,16 +172,15 @@ def _read_by_loss(
                 f"column {name.removeprefix(COLUMN)!r}: {missing} of {len(values)} rows have no number in it, which "
                 "the loss reads: fill it in the dataset (advantages may read NaN there)"
             )
+    found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
         found["ref_logprobs"] = scores.ref_logprobs
     if "teacher_logprobs" in read:
         found["teacher_logprobs"] = scores.teacher_logprobs
-    for name in {"turns", "chosen"} & read:
+    for name in {"turns", "versions", "chosen"} & read:
         found[name] = Ragged(streams[name][torch.from_numpy(like.mask())].numpy(), like.offsets)
-    if "versions" in read:
-        found["version"] = rollout.version
     if "groups" in read:
         found["group"] = streams["groups"].numpy()
     return found
@@ -239,15 +227,23 @@ def _experience_metrics(
     return metrics
 
 
-def _kl(scores: Scores, of: str, mask: Tensor) -> dict[str, float]:
-    """`kl_summary` of the policy before the update to what the column `of` is of."""
-    other = scores.pick(of)[of]
-    assert isinstance(other, Ragged)
-    return kl_summary(_dense(scores.logprobs), _dense(other), mask)
+def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
+    """The teacher's part of the advantages, [B, T] or 0."""
+    weight = 0.0 if config.distillation is None else config.distillation.at_samples
+    if not weight:
+        return torch.zeros(())
+    return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
 
 
-def _kl_metrics(kl: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"kl/{other}_{estimator}": value for other, found in kl.items() for estimator, value in found.items()}
+def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
+    """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
+    found: dict[str, float] = {}
+    for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
+        assert isinstance(column, Ragged)
+        of = "reference" if name == "ref_logprobs" else "teacher"
+        kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
+        found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
+    return found
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:

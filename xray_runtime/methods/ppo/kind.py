@@ -42,7 +42,7 @@ def check_ppo(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
 
 
 def check_policy_stage(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
-    """What holds with and without rewards."""
+    """The checks of a stage that may have no rewards."""
     check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:
         raise ValueError("judges: are not allowed without validation: they would not be used")

@@ -77,6 +77,7 @@ class Ledger:
         times_trained: np.ndarray,
         policy: str | None,
         golds: Sequence[float] | None,
+        dropped: Sequence[int] = (),
     ) -> None:
         """Write an iteration's rollouts, as configured.
 
@@ -85,6 +86,7 @@ class Ledger:
             times_trained: number of optimizer steps on each row of `experience`.
             policy: `LedgerShard.policy`.
             golds: gold score of each reply [B]; None without `gold`.
+            dropped: `LedgerShard.dropped`.
         """
         keep = self._config.ledger.keep
         if keep == "none":
@@ -96,15 +98,16 @@ class Ledger:
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
         token_columns = {name: column.spread(rewarded, len(scaled)) for name, column in columns.items()}
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
-        for dropped in scored.dropped:
-            count = len(dropped.replies)
+        for replaced in scored.dropped:
+            count = len(replaced.replies)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
             empty = dict.fromkeys(token_columns, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
             ungraded = None if golds is None else [None] * count
-            tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
+            tables.append(self._table(iteration, replaced, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
-        LedgerShard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        table = self._hashed(table) if self._salt is not None else table
+        LedgerShard(iteration, policy, table, tuple(dropped)).write(self._directory)
         if isinstance(keep, int):
             shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
 
@@ -132,9 +135,9 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                **_other_logprobs(scored.scores),
+                **_token_scores(scored.scores),
                 **_turns(rollout),
+                **_versions(rollout),
                 **_routes(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
@@ -217,9 +220,16 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _other_logprobs(scores: Scores) -> dict[str, pa.Array]:
-    """The columns of the reference and of the teacher, where there are these models."""
-    found = scores.pick("ref_logprobs", "teacher_logprobs").items()
+def _versions(rollout: Rollout) -> dict[str, Any]:
+    """The columns that only rollouts in flight have."""
+    if "group" not in rollout:
+        return {}
+    return {"group": rollout.group, "token_versions": lists(rollout.token_versions, pa.int32())}
+
+
+def _token_scores(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs").items()
     return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 OBSERVATIONS = "observations"
 """Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "chosen")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions", "chosen")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -102,8 +102,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         """Name → values [R] of all that was sent and the policy's loss may read."""
         rows = self.rows
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
-        by_row = {"versions": rows.version} if "version" in rows else {}
-        by_row |= {"groups": rows.group} if "group" in rows else {}
+        by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
         return by_token | {name: values[self.replies] for name, values in by_row.items()}
 
@@ -240,10 +239,9 @@ class ValueRegression(Component[PolicyForward]):
 class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`. Rows whose last
-    token was added for reward models alone say so in
-    `added_ends` [B].
+    `score` gives `logprobs` and `entropy`, with a value head `values` and `final_values`, of a reference branch
+    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also
+    `own_route_logprobs`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -269,7 +267,7 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
+        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
         if "route_ids" in rows:
             own = last_hidden(module, rows.with_columns(route_ids=None))
@@ -284,7 +282,8 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
+        scores = scores.with_columns(logprobs=of_responses(logprobs, rows), entropy=of_responses(entropy, rows))
+        return scores.with_columns(**by_role)
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,19 @@ their log-probabilities are of the same events.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.cluster.protocols import ModelHandle, Ref, get
+from xray_runtime.cluster.protocols import Local, ModelHandle, Ref, get
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts, compared_tokens
+from xray_runtime.methods.ppo.teacher_server import TeacherServer
 from xray_runtime.models.causal_lm import max_positions
 from xray_runtime.models.teacher_objective import TeacherObjective
 
@@ -68,11 +70,14 @@ class Teachers:
         self._top_k, self._num_tokens = compared_tokens(
             f"{stage.name}.distillation", stage.inputs.policy.path, config.beta, config.top_k
         )
+        self._server = None if config.server is None else TeacherServer(stage, config.server, self._top_k)
         limits = map(max_positions, self._paths.values() or [stage.inputs.policy.path])
         self._limit = min((limit for limit in limits if limit is not None), default=None)
         for role, reader in self._readers.items():
             self._check_template(role)
             reader.check(prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts))))
+        if self._server is not None:
+            self._server.check(prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts))))
 
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of those that are models, to open with the stage's others."""
@@ -86,16 +91,21 @@ class Teachers:
         prompts: Sequence[tuple[Messages, list[int]]],
         rows: TextBatch,
         columns: Mapping[str, Sequence[Any]],
+        step: int,
     ) -> TeacherRequests:
-        """Start scoring `rows`, sampled replies to `prompts`.
+        """Start scoring `rows`, the replies to `prompts` that were sampled in a step.
 
         Raises:
             ValueError: a row's column names no teacher or has no demonstration; a teacher reads another prompt, or more
                 tokens than its context holds.
         """
-        places, config = self._places(len(rows), columns), self._config
+        config = self._config
         if config.demonstration is not None:
             rows = self._shown(prompts, rows, columns)
+        if self._server is not None:
+            answer = Local(ThreadPoolExecutor(1).submit(self._server.score, rows, step))
+            return TeacherRequests([np.arange(len(rows))], [answer])
+        places = self._places(len(rows), columns)
         for role, at in places.items():
             if role in self._readers:
                 self._readers[role].check(prompts[i] for i in at)

@@ -27,7 +27,12 @@ class Transformers(Generator):
 
     config = TransformersConfig
     capabilities = GeneratorCapabilities(
-        adapters=True, adapter_rank=1024, dora=True, routes=("cpu", "cuda"), pictures=True
+        adapters=True,
+        adapter_rank=1024,
+        dora=True,
+        expert_adapters=True,
+        routes=("cpu", "cuda"),
+        pictures=True,
     )
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:

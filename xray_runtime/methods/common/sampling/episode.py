@@ -145,9 +145,19 @@ class Game:
     """Number of answers, including the reset's, that its environment in the pool has produced."""
 
     @staticmethod
-    def of(row: int, task: dict[str, Any], seed: int, prompt: list[int], seats: Sequence[str]) -> Game:
+    def of(
+        row: int, task: dict[str, Any], seed: int, prompt: list[int], seats: Sequence[str], number: int | None = None
+    ) -> Game:
+        """A game at its start; `number` is `row` unless it is given."""
         names = seats or ("",)
-        game = Game(row, row, task, seed, {name: Episode(row, seed, list(prompt), name) for name in names}, names[0])
+        game = Game(
+            row if number is None else number,
+            row,
+            task,
+            seed,
+            {name: Episode(row, seed, list(prompt), name) for name in names},
+            names[0],
+        )
         for episode in game.rows.values():
             episode.answers = game.answers
         return game

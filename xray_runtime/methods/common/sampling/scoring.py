@@ -197,7 +197,7 @@ class RolloutScorer:
             calls.append(models["policy"].reference.remote(rows))
         columns = self._prompts.columns(prompts)
         teachers = self._teachers
-        taught = None if teachers is None else teachers.requests(models, contents, rows, columns)
+        taught = None if teachers is None else teachers.requests(models, contents, rows, columns, iteration)
         # Reward models that are branches of the policy have scored whole replies with it.
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
