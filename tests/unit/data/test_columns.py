@@ -175,7 +175,7 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     attempt(inputs, tmp_path / "out", World(), model=Checked, kept=tmp_path, **fields)
     [rollout] = made
     assert rollout.are_episodes
-    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs"} | ROUTES  # agents, games, teachers, mixtures
+    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs", "token_versions", "group"} | ROUTES
     assert check(rollout) == set(Rollout.declared()) - elsewhere
     for name, column in Rollout.declared().items():
         if column.shape == "[B, R]":

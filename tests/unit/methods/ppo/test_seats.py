@@ -206,9 +206,10 @@ def test_a_champion_has_seats(champion: bool, message_texts: Messages) -> None:
         {"environment": {"path": "a:b", "seats": ["one", "t w o"]}},
         {"environment": {"path": "a:b", "seats": SEATS}, "resample_rounds": 1, "samples_per_prompt": 2},
         {"environment": {"path": "a:b", "seats": SEATS}, "validation": {"every": 1}},
+        {"environment": {"path": "a:b", "seats": SEATS}, "in_flight_updates": True, "lag": 1},
         {"environment": {"path": "a:b", "seats": SEATS}, "prompts_per_iteration": 2, "minibatch_size": 8},
     ],
-    ids=["one", "stranger", "all", "twice", "name", "resample_rounds", "validation", "minibatch"],
+    ids=["one", "stranger", "all", "twice", "name", "resample_rounds", "validation", "in_flight", "minibatch"],
 )
 def test_what_games_of_several_do_not_allow(fields: dict[str, Any], message_texts: Messages) -> None:
     with message_texts.raises(ConfigError):
