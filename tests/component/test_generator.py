@@ -51,23 +51,29 @@ POLICY = PPOStageConfig(temperature=SAMPLING.temperature, engine=DeepSpeedConfig
 NUM_PROMPTS = 6
 
 
+@pytest.fixture(scope="module")
+def trained(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A policy and what scores, for all engines."""
+    specs: dict[str, Any] = {
+        "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
+        "policy": ModelSpec(tiny_model, PPOObjective(POLICY), training=POLICY, new_head=True),
+    }
+    with open_models(RUNTIME, tmp_path_factory.mktemp("logs"), specs) as handles:
+        yield handles
+
+
 @pytest.fixture(
     scope="module",
     params=short_of(ENGINES, *(name for name in ENGINES if name != "vllm split in two")),
 )
 def models(
-    cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    trained: dict[str, Any], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Any]]:
     config, replicas = ENGINES[request.param]
-    specs: dict[str, Any] = {
-        "generator": GeneratorSpec(tiny_model, 32, config),
-        "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
-        "policy": ModelSpec(tiny_model, PPOObjective(POLICY), training=POLICY, new_head=True),
-    }
-    with open_models(
-        RUNTIME.model_copy(update={"generator_replicas": replicas}), tmp_path_factory.mktemp("logs"), specs
-    ) as handles:
-        yield handles
+    runtime = RUNTIME.model_copy(update={"generator_replicas": replicas})
+    specs = {"generator": GeneratorSpec(tiny_model, 32, config)}
+    with open_models(runtime, tmp_path_factory.mktemp("logs"), specs) as handles:
+        yield handles | trained
 
 
 @pytest.fixture(scope="module")

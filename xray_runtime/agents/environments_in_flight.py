@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 MAX_THREADS = 1024
+FIRST_NUMBER = 2**24
+"""In the environment's pool; those of a validation, which is played at the same time, begin with 0."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class EnvironmentsInFlight(Episodes):
     ) -> PlayedEpisode:
         group, row = planned.place
         while True:
-            game = Game.of(row, planned.task, planned.seed, planned.prompt, (), group * self._size + row)
+            number = FIRST_NUMBER + group * self._size + row
+            game = Game.of(row, planned.task, planned.seed, planned.prompt, (), number)
             turns: list[Sampled] = []
 
             def say(active: list[Game], turn: int) -> list[Sampled]:

@@ -260,8 +260,7 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
-        lora = None if (training := cast("ModelSpec", self._spec).training) is None else training.lora
-        if lora is not None and lora.quantize is None:  # of others there is no base with their frozen weights
+        if (lora := cast("ModelSpec", self._spec).kept_adapters) is not None:
             adapters = self.export_weights(0, merged=False), directory / ADAPTER
             save_adapter(*adapters, lora, self._spec.directory, continues=self._spec.continues)
         here = [rank for rank, path in enumerate(directories) if path == directory]
