@@ -23,7 +23,7 @@ from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
-from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
+from xray_runtime.methods.ppo.config_checks import check_awake, check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
 from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
@@ -207,10 +207,6 @@ class PPOStageConfig(TrainingConfig):
         return self.prompts_per_iteration * self.samples_per_prompt * seats
 
     @property
-    def _times_seats(self) -> str:
-        return "" if self.environment is None or self.environment.rows_an_episode == 1 else " × seats"
-
-    @property
     def max_response_tokens(self) -> int:
         """Maximum number of tokens after a prompt."""
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
@@ -244,9 +240,10 @@ class PPOStageConfig(TrainingConfig):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.rollout_size % self.minibatch_size:
+            seats = " × seats" if getattr(self.environment, "seats", ()) else ""
             raise ValueError(
-                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt"
-                f"{self._times_seats} = {self.rollout_size}"
+                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt{seats} "
+                f"= {self.rollout_size}"
             )
         if self.advantages in _COMPARED and self.samples_per_prompt < 2:
             raise ValueError(
@@ -298,10 +295,7 @@ class PPOStageConfig(TrainingConfig):
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
-        if getattr(self.environment, "champion_seats", ()) and runtime.generator_sleeps:
-            raise ValueError(
-                "environment.champion_seats must be [] with runtime.generator_sleeps = True: the champion never sleeps"
-            )
+        check_awake(self.environment, runtime)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
 
@@ -81,6 +82,14 @@ def check_champion(config: Any, inputs: Mapping[str, Any]) -> None:
     if ("champion" in inputs) != bool(seats):
         raise ValueError(
             f"environment.champion_seats = {seats} must name the seats of the champion, if and only if one is passed"
+        )
+
+
+def check_awake(environment: Any, runtime: RuntimeConfig) -> None:
+    """Raises ValueError if a champion would have to sleep."""
+    if getattr(environment, "champion_seats", ()) and runtime.generator_sleeps:
+        raise ValueError(
+            "environment.champion_seats must be [] with runtime.generator_sleeps = True: the champion never sleeps"
         )
 
 
