@@ -28,7 +28,7 @@ from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.trust.replay import restore_recorded
+from xray_runtime.trust.replay_answers import restore_recorded
 
 ITERATIONS = 6
 RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)

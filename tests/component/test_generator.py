@@ -94,8 +94,7 @@ def tensors(tiny_model: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
 def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, agree, refuse, update, agree again."""
     # Whoever is killed leaves nothing in shared memory: what is mapped has no name any more.
-    mapped = ray.get(models["generator"].__ray_call__.remote(_shared_memory))
-    assert [line for line in mapped if not line.endswith("(deleted)")] == []
+    assert [line for line in shared_memory_of(models["generator"]) if not line.endswith("(deleted)")] == []
 
     first = generate(models, prompts, 0)
     assert (first.response_ids.lengths >= 1).all()
@@ -301,13 +300,18 @@ def _with_replies(prompts: PromptBatch, rollout: ReplyBatch) -> TextBatch:
     return TextBatch.of([ids.tolist() for ids in prompts.input_ids], rollout.response_ids)
 
 
-def _shared_memory(model: Any) -> list[str]:
-    """Lines of the Workhorses' memory maps that are in shared memory."""
+def shared_memory_of(generator: Any) -> list[str]:
+    """Lines of the memory maps of a model's Workhorses that are in shared memory."""
 
-    def look(workhorse: Any) -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    # Not of this module, which the WholeModel would import, and torch with it.
+    def ask(model: Any) -> list[str]:
+        def look(workhorse: Any) -> list[str]:
+            return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
 
-    return [line for w in model._workhorses for line in ray.get(w.__ray_call__.remote(look))]
+        return [line for w in model._workhorses for line in ray.get(w.__ray_call__.remote(look))]
+
+    found: list[str] = ray.get(generator.__ray_call__.remote(ask))
+    return found
 
 
 def _tell_second(model: Any, what: Callable[[Any], None]) -> None:

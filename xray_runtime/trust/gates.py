@@ -62,9 +62,7 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
         NotPromoted: there is no evaluation, or its statement is not signed as it must be.
         ConfigError: the approvals of others are overridden.
     """
-    changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
-    if fixed := sorted({"approvals", "approvers"} & changed.keys()):
-        raise ConfigError(f"--set: promotion.{fixed[0]} is not allowed: only the lifecycle's config sets it")
+    changed = changed_by_hand(overrides)
     evaluation = evaluation_of(store.graph, candidate.sha256)
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
@@ -84,6 +82,14 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     if changed:
         origin += f"; set by hand: {', '.join(sorted(changed))}"
     return Gates(gates.model_copy(update=changed), origin, evaluation)
+
+
+def changed_by_hand(overrides: PromotionConfig | None) -> dict[str, Any]:
+    """The bounds that are set by hand. Raises ConfigError: the approvals of others are among them."""
+    changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
+    if fixed := sorted({"approvals", "approvers"} & changed.keys()):
+        raise ConfigError(f"--set: promotion.{fixed[0]} is not allowed: only the lifecycle's config sets it")
+    return changed
 
 
 def check_gates(
