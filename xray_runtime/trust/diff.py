@@ -17,14 +17,13 @@ ASPECTS = (*CAUSES[:2], "data", *CAUSES[2:], "environment", "results")
 
 
 def diff(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str, Any]:
-    """Stages of the same name compared; the two checkpoints themselves whatever their names, unless b descends from a.
+    """Stages of the same name compared; the two checkpoints themselves whatever their names.
 
     Returns {"a", "b", "same", "only_a", "only_b", "stages": [{"stage", "a", "b", aspect: {field: [a, b]}}]}, where
     `stages` holds those whose checkpoints differ, in order of making.
     """
     mine, theirs = _history(left.graph, a), _history(right.graph, b)
-    descends = a.sha256 in {node.sha256 for node in theirs.values()}
-    if a.manifest.stage != b.manifest.stage and not descends:
+    if a.manifest.stage != b.manifest.stage:
         theirs = {(a.manifest.stage if node.sha256 == b.sha256 else name): node for name, node in theirs.items()}
     stages = []
     for name, node in mine.items():
