@@ -4,7 +4,7 @@ Which is the largest of four digits? The student has seen demonstrations that ar
 those that are all right. Both have one tokenizer and one chat template, which the stage checks.
 
     xray run examples.distillation:distillation
-    xray run examples.distillation:distillation --set iterations=60 --set seed=1
+    xray run examples.distillation:distillation --set iterations=20 --set seed=1
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LESSON = importlib.import_module("examples.lessons.05_grpo_with_a_verifier")
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def distillation(output: str = "runs/distillation", seed: int = 0, iterations: int = 30, steps: int = 300) -> None:
+def distillation(output: str = "runs/distillation", seed: int = 0, iterations: int = 60, steps: int = 150) -> None:
     """From demonstrations that are half right to a student that is about as good as its teacher."""
     folder = Path(output).absolute()
-    for name, right in (("half", 0.5), ("all", 1.0)):
-        LESSON.write_problems(folder / f"{name}-right.jsonl", right=right)
+    for name, share in (("half", 0.5), ("all", 1.0)):
+        LESSON.write_problems(folder / f"{name}-right.jsonl", right=share)
     rows: dict[str, Any] = {"columns": ["answer"], "min_chars": 1, "heldout_fraction": 0.2}
     heads: dict[str, Any] = {"vocab_size": 300, "num_heads": 4, "num_kv_heads": 4}
     exact = xray.reward(verifier={"kind": "regex", "pattern": r"^\s*\d\s*$", "column": "answer"})
@@ -46,5 +46,4 @@ def distillation(output: str = "runs/distillation", seed: int = 0, iterations: i
             lr=1e-3,
         )
         judged: dict[str, Any] = {"prompts": half, "rewards": [exact], "num_prompts": 512, "max_new_tokens": 4}
-        xray.evaluate(teacher, **judged, name="of-teacher")
         xray.register(policy, xray.evaluate(policy, against=student, **judged))
