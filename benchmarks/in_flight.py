@@ -39,6 +39,7 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.models.config import FreshBase
 from xray_runtime.rewards.config import reward_term
 
@@ -144,7 +145,7 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     config = PPOConfig(
         method="grpo", iterations=iterations, prompts_per_iteration=8, samples_per_prompt=4, minibatch_size=16,
         lr=1e-6, reward_scaling="none", truncated="penalize", rewards=[reward_term(function="even")],
-        ledger={"keep": "all"}, **TASKS[task] | MODES[mode],
+        ledger=LedgerConfig(keep="all"), **TASKS[task] | MODES[mode],
     )  # fmt: skip
     texts = [f"question number {number}" for number in range(64)]
     examples = [Example(str(i), "c", [{"role": "user", "content": text}], "fine") for i, text in enumerate(texts)]
@@ -169,9 +170,11 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     stage = Stage("ppo", 3, config, PPOInputs(Model(model), Dataset(root)), runtime, timed, functions, root)
     run(stage, out, recorder)  # type: ignore[arg-type]
     first, last = recorder.ends[0], recorder.ends[-1]
+    generator, trainer = (1 - busy(events, who, first, last) / (last - first) for who in ("generator", "trainer"))
     return Measured(
         60 * (iterations - 1) / (last - first),
-        *(1 - busy(events, who, first, last) / (last - first) for who in ("generator", "trainer")),
+        generator,
+        trainer,
         spread_of_lengths(out),
         statistics.mean(point["rollout/lag"] for point in recorder.points),
     )

@@ -69,8 +69,10 @@ class EnvironmentsInFlight(Episodes):
         self._dropped: set[Place] = set()
 
     def planned(self, batch: EpisodeBatch) -> list[PlannedEpisode]:
-        starts = batch.starts(self._stage)
-        return [PlannedEpisode((batch.number, row), batch.purpose, *start) for row, *start in starts]
+        return [
+            PlannedEpisode((batch.number, row), batch.purpose, task, seed, prompt)
+            for row, task, seed, prompt in batch.starts(self._stage)
+        ]
 
     def start(self, planned: PlannedEpisode, step: int, stale: PlayedEpisode | None = None) -> Future[PlayedEpisode]:
         found = None if stale is not None else self._turns.find(planned.place)

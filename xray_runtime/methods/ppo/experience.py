@@ -131,7 +131,11 @@ def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
-        **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
+        **{
+            name: _dense(values)
+            for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()
+            if isinstance(values, Ragged)
+        },
         "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
