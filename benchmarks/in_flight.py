@@ -40,7 +40,6 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
-from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.models.config import FreshBase
 from xray_runtime.rewards.config import reward_term
 
