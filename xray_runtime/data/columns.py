@@ -50,6 +50,7 @@ LEDGER = (
     listed("route_weights", "[B, T, L·K]", "float", _WRITER, _PAGES, "as above; with `routing: replay`"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
+    listed("seat", "[B]", "string", _WRITER, _PAGES, "of games of several"),
     listed("answers", "[B]", "string", _WRITER, "trust.replay", "of episodes; absent if tokens are hashed"),
     listed("response_mask", "[B, R]", "bool", _WRITER, _PAGES, "of episodes"),
     listed("turn_rewards", "[B, R]", "float", _WRITER, _PAGES, "of episodes"),

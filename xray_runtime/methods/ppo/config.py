@@ -12,7 +12,6 @@ from xray_runtime.engines.sampling_config import BIASING, Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
-    Fraction,
     NonNegative,
     Positive,
     RuntimeConfig,
@@ -24,7 +23,7 @@ from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
-from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
+from xray_runtime.methods.ppo.config_checks import check_awake, check_correction, check_environment, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
 from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
@@ -37,10 +36,11 @@ from xray_runtime.rewards.term import Term
 
 _PRESETS: Mapping[str, Preset] = {name: PRESETS.get(name) for name in PRESETS}
 _LOSSES = ("ppo", "gspo", "cispo", *(name for name, preset in _PRESETS.items() if preset.loss))
-_COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name, preset in _PRESETS.items() if preset.advantages))
+_ESTIMATORS = [name for name, preset in _PRESETS.items() if preset.advantages]
+_COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name in _ESTIMATORS if _PRESETS[name].compares))
 """Estimators that compare the replies to one prompt."""
 PolicyLossName = Annotated[str, BuiltInOrFunction(_LOSSES)]
-AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", *_COMPARED))]
+AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", "grpo", "dr_grpo", "rloo", *_ESTIMATORS))]
 
 
 class KLConfig(Section):
@@ -111,7 +111,7 @@ class PPOStageConfig(TrainingConfig):
     """Passes over each rollout."""
     minibatch_size: Count = 32
     """Replies per optimizer step, over all Workhorses."""
-    clip_range: Fraction = 0.2
+    clip_range: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """The policy ratio is clipped to 1 ± this."""
     clip_range_high: Positive | None = None
     """A different upper bound, 1 + this (clip-higher); None: `clip_range`."""
@@ -135,6 +135,9 @@ class PPOStageConfig(TrainingConfig):
     """Weight of the value loss if policy and critic share a trunk."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    observation_coef: NonNegative = 0.0
+    """Weight of the mean cross-entropy of the tokens that the policy reads between its turns: answers of environments
+    and tools (ECHO). It has a count of its own."""
     gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 0.95
     """Default with an environment: 1. Its rewards come many tokens after the actions that earn them; below 1,
@@ -199,8 +202,9 @@ class PPOStageConfig(TrainingConfig):
 
     @property
     def rollout_size(self) -> int:
-        """Replies per iteration."""
-        return self.prompts_per_iteration * self.samples_per_prompt
+        """Rows per iteration: replies, or episodes, one for each of their seats."""
+        seats = 1 if self.environment is None else self.environment.rows_an_episode
+        return self.prompts_per_iteration * self.samples_per_prompt * seats
 
     @property
     def max_response_tokens(self) -> int:
@@ -236,9 +240,10 @@ class PPOStageConfig(TrainingConfig):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.rollout_size % self.minibatch_size:
+            seats = " × seats" if getattr(self.environment, "seats", ()) else ""
             raise ValueError(
-                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt = "
-                f"{self.rollout_size}"
+                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt{seats} "
+                f"= {self.rollout_size}"
             )
         if self.advantages in _COMPARED and self.samples_per_prompt < 2:
             raise ValueError(
@@ -290,6 +295,7 @@ class PPOStageConfig(TrainingConfig):
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
+        check_awake(self.environment, runtime)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

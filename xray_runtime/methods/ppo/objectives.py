@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions")
+OBSERVATIONS = "observations"
+"""Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions", "chosen")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -183,6 +185,22 @@ class KLToReference(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class Observations(Component[PolicyForward]):
+    """−log p of the tokens that the policy read between its turns, a mean over them alone (ECHO)."""
+
+    config: PPOStageConfig
+    counted = OBSERVATIONS
+    logged = OBSERVATIONS
+
+    def coef(self, totals: StepTotals) -> float:
+        # A step may be over episodes of one turn each.
+        return self.config.observation_coef if self.count(totals) else 0.0
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        return Terms(-forward.logprobs, 1 - forward.mask)
+
+
+@dataclass(frozen=True)
 class TeacherDivergence(PolicyComponent):
     """The divergence from the teacher's distribution at each token, where it is in the loss."""
 
@@ -237,6 +255,8 @@ class PPOObjective(Objective[PolicyForward]):
             parts.append(KLToReference(config))
         if config.distillation is not None and config.distillation.beta is not None:
             parts.append(TeacherDivergence(config))
+        if config.observation_coef:
+            parts.append(Observations(config))
         if module.scalar is not None:
             parts.append(ValueRegression(config, config.value_coef))
         return parts
