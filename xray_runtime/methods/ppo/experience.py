@@ -322,7 +322,9 @@ def _mask(rollout: Rollout) -> Tensor:
     return torch.from_numpy(rollout.rollout_logprobs.mask())
 
 
-def _dense(column: Ragged) -> Tensor:
+def _dense(column: Ragged | np.ndarray) -> Tensor:
+    """A column with a value for each token, padded [B, T]."""
+    assert isinstance(column, Ragged)
     return torch.from_numpy(column.dense())
 
 
