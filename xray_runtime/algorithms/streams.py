@@ -11,10 +11,11 @@ from torch import Tensor
 
 COLUMN = "column "
 """Before the name of a column of the dataset's row."""
+TOPK_POLICY_LOGPROBS = "topk_policy_logprobs"
+TOPK = ("topk_ids", "topk_logprobs", TOPK_POLICY_LOGPROBS)
+"""Streams of the sampler's likeliest tokens."""
 NOT_THERE = {
     "teacher_logprobs": "a teacher, which no method has",
-    "topk_ids": "generators that return the sampler's top-k, which none does",
-    "topk_logprobs": "generators that return the sampler's top-k, which none does",
 }
 """Stream that nothing provides → what would."""
 
@@ -35,8 +36,7 @@ def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
 class TokenStreams:
     """Streams that losses and advantages may read: a number for each token, [B, T] for advantages, [R] for a loss.
 
-    Each raises ValueError, one line, where nothing provides it: so do `teacher_logprobs`, `topk_ids` and
-    `topk_logprobs` today.
+    Each raises ValueError, one line, where nothing provides it: so does `teacher_logprobs` today.
     """
 
     streams: Mapping[str, Tensor]
@@ -70,16 +70,6 @@ class TokenStreams:
     def teacher_logprobs(self) -> Tensor:
         """A teacher's."""
         return read(self.streams, "teacher_logprobs")
-
-    @property
-    def topk_ids(self) -> Tensor:
-        """The sampler's likeliest tokens, with a last axis [k]."""
-        return read(self.streams, "topk_ids")
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """Their log-probabilities."""
-        return read(self.streams, "topk_logprobs")
 
     def column(self, name: str) -> Tensor:
         """The numbers in a column of the dataset, float64: [B] for advantages; for a loss each token has its row's.

@@ -31,6 +31,7 @@ from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.engines.sampling_config import LARGEST_SET
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.episode_source import (
     EpisodeSampler,
@@ -186,8 +187,19 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     moments, skipped = RunningMoments(), SkippedSteps()
     monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
     stop, padding = tuple(config.stop), tokenizer.pad_token_id
-    routes = config.routing == "replay"
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop, routes=routes)
+    sampling = Sampling(
+        config.max_new_tokens,
+        config.temperature,
+        stops,
+        padding,
+        stop=stop,
+        top_p=config.top_p,
+        top_k=config.top_k or (LARGEST_SET if config.cuts else None),
+        min_p=config.min_p,
+        routes=config.routing == "replay",
+        top_logprobs=config.top_logprobs if config.score_centering or functions.read_top else 0,
+        kept=bool(config.cuts),
+    )
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
     specs = model_specs(stage, rewards, functions, limit)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
-from xray_runtime.engines.sampling_config import BIASING, Stop
+from xray_runtime.engines.sampling_config import LARGEST_SET, MOST_REPORTED, Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
@@ -24,7 +24,7 @@ from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
-from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_sources
+from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_reported, check_sources
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
@@ -88,6 +88,14 @@ class PPOStageConfig(TrainingConfig):
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities use the same temperature."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1: all. The policy's and the reference's
+    log-probabilities are then those on the set of tokens that were left at each place, which the ledger keeps. So are
+    they with `top_k` and `min_p`."""
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_SET)] | None = None
+    """Sample from this many of the likeliest tokens. None: all, or with `top_p` or `min_p` the 128 likeliest."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Sample from tokens with at least this share of the likeliest token's probability."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
     curriculum: CurriculumConfig | None = None
@@ -175,6 +183,13 @@ class PPOStageConfig(TrainingConfig):
     """With `mask`: tokens with a smaller weight are dropped."""
     importance_level: Literal["token", "reply"] = "token"
     """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
+    score_centering: bool = False
+    """Take from the loss what moves the policy by the mismatch alone, found from the sampler's `top_logprobs` likeliest
+    tokens (2026, arXiv 2609.20807), with the weights of `importance_correction`. For samplers that are not the policy:
+    in another precision, or with `lag`."""
+    top_logprobs: Annotated[int, Field(ge=1, le=MOST_REPORTED)] = 20
+    """How many of the sampler's likeliest tokens rollout and ledger have at each place; only where `score_centering` or
+    the loss reads them."""
     max_mismatch: Positive | None = None
     """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
@@ -202,6 +217,13 @@ class PPOStageConfig(TrainingConfig):
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @property
+    def cuts(self) -> str:
+        """The fields that leave a part of the vocabulary to sample from; empty: none does."""
+        neutral = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+        set_here = {name: getattr(self, name) for name in neutral if getattr(self, name) != neutral[name]}
+        return ", ".join(f"{name} = {value}" for name, value in set_here.items())
+
+    @property
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
@@ -211,12 +233,11 @@ class PPOStageConfig(TrainingConfig):
     def _defaults_of_the_method(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for field in BIASING:
-            if field in given:
-                raise ValueError(
-                    f"{field} = {given[field]!r} is not allowed: ratios use log-probabilities over the whole "
-                    "vocabulary, and replies sampled from part of it would bias them; change temperature instead"
-                )
+        if "repetition_penalty" in given:
+            raise ValueError(
+                f"repetition_penalty = {given['repetition_penalty']!r} is not allowed: the policy's log-probabilities "
+                "have none, and ratios to replies sampled with one would be biased"
+            )
         if given.get("environment") is not None:
             of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
             given = {**of_episodes, **given}
@@ -311,6 +332,9 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         check_served(self.adapter_sync, self.lora, self.generator)
         check_routing(self.routing, self.engine, self.generator, self.environment, self.trainable_layers)
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
+        check_reported(self, self.cuts, LARGEST_SET)
+        if self.score_centering:
+            check_reported(self, "score_centering = True", self.top_logprobs)
         return self
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.layouts import GENERATORS
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
 
@@ -22,6 +24,16 @@ def check_correction(config: Any, anchored: bool) -> None:
             f"importance_correction = {mode!r} must be 'none' with loss = {config.loss!r}, which reads "
             "rollout_logprobs instead of old_logprobs and so corrects for the sampler itself"
         )
+    if config.score_centering and anchored:
+        raise ValueError(
+            f"score_centering = True must be False with loss = {config.loss!r}, which weights each token by the "
+            "policy's ratio to the sampler: that leaves nothing to center"
+        )
+    if config.score_centering and config.importance_level != "token":
+        raise ValueError(
+            f"score_centering = True must be False with importance_level = {config.importance_level!r}: the weight of "
+            "a token would be that of a whole reply"
+        )
     if lag and not anchored and mode == "none":
         raise ValueError(
             f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {lag}: replies come from the "
@@ -31,6 +43,19 @@ def check_correction(config: Any, anchored: bool) -> None:
         raise ValueError(
             f"importance_floor = {floor} must be 0 with importance_correction = {mode!r}: only 'mask' drops tokens"
         )
+
+
+def check_reported(config: Any, feature: str, count: int) -> None:
+    """Raises ValueError if the generator of a `PPOConfig` does not report `count` of the likeliest tokens at each
+    place, which `feature` needs; empty: there is none."""
+    if not feature:
+        return
+    if config.environment is not None:
+        why = "the tokens of a turn are kept without the others that could have been"
+        raise ValueError(unsupported(feature, "environment", why=why))
+    if config.generator.capabilities.top_logprobs < count:
+        where = f"generator.engine = {config.generator.engine!r}"
+        raise ValueError(unsupported(feature, where, able(GENERATORS, "top_logprobs")))
 
 
 def check_sources(config: Any) -> None:

@@ -23,7 +23,7 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.algorithms.streams import COLUMN
-from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
+from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.methods.ppo.functions import Functions, RowFacts
@@ -102,13 +102,15 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **rollout.pick("response_mask", "branches", "route_ids"),
+        **rollout.pick("response_mask", "branches", *REPLAYED),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
+    if "kept_mass" in scores:
+        metrics["rollout/kept_mass"] = float(scores.kept_mass.values.mean())
     return Experience(rows, int(mask.sum()), kl["k1"], metrics)
 
 
@@ -148,6 +150,8 @@ def _read_by_loss(
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
         found["ref_logprobs"] = scores.ref_logprobs
+    if config.score_centering or functions.read_top:
+        found |= rollout.pick("topk_ids", "topk_logprobs")
     if "turns" in read:
         found["turns"] = Ragged(streams["turns"][torch.from_numpy(like.mask())].numpy(), like.offsets)
     if "versions" in read:

@@ -20,14 +20,18 @@ from xray_runtime.data.ledger import (
     ANSWERS,
     FAILURE,
     GOLD,
+    KEPT,
+    NESTED,
     NUMBERS,
     ROUTES,
     SCORE,
     TOKENS,
+    TOP,
     LedgerShard,
     iterations,
     lists,
     lists_of_lists,
+    lists_of_sets,
     read_shard,
     readable,
     shard_path,
@@ -135,7 +139,8 @@ class Ledger:
                 **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
                 "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
                 **_turns(rollout),
-                **_routes(rollout),
+                **_nested(rollout),
+                **({"kept_mass": lists(scored.scores.kept_mass, pa.float32())} if "kept_mass" in scored.scores else {}),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -152,10 +157,10 @@ class Ledger:
             # A reason may quote a reply.
             if name == ANSWERS or name.startswith(FAILURE):
                 continue
-            if name not in (*TOKENS, *NUMBERS, *ROUTES):
+            if name not in (*TOKENS, *NUMBERS, *NESTED):
                 columns[name] = table[name].combine_chunks()
                 continue
-            rows = [np.asarray(row.values.flatten() if name in ROUTES else row.values) for row in table[name]]
+            rows = [np.asarray(row.values.flatten() if name in NESTED else row.values) for row in table[name]]
             stem = name.removesuffix("_ids")
             digests = (hashlib.sha256((self._salt or b"") + name.encode() + row.tobytes()) for row in rows)
             columns[f"{stem}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
@@ -216,10 +221,11 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _routes(rollout: Rollout) -> dict[str, pa.Array]:
-    """The columns that only rollouts with routes have, a token's experts of all layers in one list."""
-    found = rollout.pick(*ROUTES).items()
-    return {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
+def _nested(rollout: Rollout) -> dict[str, pa.Array]:
+    """The columns of lists of lists, as far as the rollout has them; a token's experts of all layers are one list."""
+    found = rollout.pick(*ROUTES, *TOP).items()
+    columns = {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
+    return columns | ({KEPT: lists_of_sets(rollout.kept_ids, rollout.kept_counts)} if KEPT in rollout else {})
 
 
 def _or_null(values: torch.Tensor) -> pa.Array:

@@ -18,6 +18,8 @@ from xray_runtime.algorithms.losses import (
     token_loss,
     value_losses,
 )
+from xray_runtime.algorithms.score_centering import score_centering
+from xray_runtime.algorithms.streams import TOPK_POLICY_LOGPROBS
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.functions import built_in_loss
@@ -26,6 +28,7 @@ from xray_runtime.models.objectives import (
     Component,
     Forward,
     Objective,
+    Predictions,
     Tensors,
     Terms,
     Texts,
@@ -34,6 +37,7 @@ from xray_runtime.models.objectives import (
     of_responses,
     response_logprobs,
     response_positions,
+    response_predictions,
 )
 from xray_runtime.models.sequence_parallel import States
 
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "topk_ids", "topk_logprobs")
 """Columns of single tokens that a policy loss may read."""
 
 
@@ -53,16 +57,23 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         self._config = config
 
     @cached_property
-    def _predicted(self) -> tuple[Tensor, Tensor]:
-        return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
+    def _predicted(self) -> Predictions:
+        top = self.rows.topk_ids.values.long() if "topk_ids" in self.rows else None
+        return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, top)
 
     @property
     def logprobs(self) -> Tensor:
-        return self._predicted[0]
+        return self._predicted.logprobs
 
     @property
     def entropy(self) -> Tensor:
-        return self._predicted[1]
+        return self._predicted.entropy
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """Of the sampler's likeliest tokens [R, k]; only of rows that have them."""
+        assert self._predicted.of_candidates is not None
+        return self._predicted.of_candidates
 
     @cached_property
     def values(self) -> Tensor:
@@ -92,7 +103,8 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         by_row = {"versions": rows.version} if "version" in rows else {}
         by_row |= {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
-        return by_token | {name: values[self.replies] for name, values in by_row.items()}
+        of_policy = {TOPK_POLICY_LOGPROBS: self.topk_logprobs} if "topk_ids" in rows else {}
+        return by_token | of_policy | {name: values[self.replies] for name, values in by_row.items()}
 
     @property
     def anchor(self) -> Tensor:
@@ -148,6 +160,19 @@ class PolicyGradient(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class ScoreCentering(PolicyComponent):
+    """A · C, which takes from the policy gradient what the sampler's mismatch alone would move."""
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, rows = self.config, forward.rows
+        bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
+        centering = score_centering(
+            forward.topk_logprobs, rows.topk_logprobs.values, mode=config.importance_correction, **bounds
+        )
+        return Terms(rows.advantages.values * centering, forward.share * forward.mask)
+
+
+@dataclass(frozen=True)
 class EntropyBonus(PolicyComponent):
     """−`entropy_coef` · entropy."""
 
@@ -195,9 +220,8 @@ class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
     `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`. Rows whose last
-    token was added for reward models alone say so in
-    `added_ends` [B].
+    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`, with kept sets
+    `kept_mass`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -207,6 +231,8 @@ class PPOObjective(Objective[PolicyForward]):
     def components(self, module: HeadedLM) -> Sequence[Component[PolicyForward]]:
         config = self.config
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
+        if config.score_centering:
+            parts.append(ScoreCentering(config))
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
         if module.scalar is not None:
@@ -219,8 +245,10 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        logprobs, _ = response_logprobs(module, hidden, rows, self.config.temperature)
+        predicted = response_predictions(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
+        if predicted.kept_mass is not None:
+            scores = scores.with_columns(kept_mass=of_responses(predicted.kept_mass, rows))
         if "route_ids" in rows:
             own = last_hidden(module, rows.with_columns(route_ids=None))
             own_logprobs, _ = response_logprobs(module, own, rows, self.config.temperature)
@@ -234,7 +262,7 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        return scores.with_columns(logprobs=of_responses(logprobs, rows), **by_role)
+        return scores.with_columns(logprobs=of_responses(predicted.logprobs, rows), **by_role)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _of_reply(tokens: PolicyLossInputs, x: Tensor) -> Tensor:
     return x.new_zeros(int(tokens.replies.max()) + 1).index_add(0, tokens.replies, x)[tokens.replies]
 
 
-@pytest.mark.parametrize("name", ["teacher_logprobs", "topk_ids", "topk_logprobs"])
+@pytest.mark.parametrize("name", ["teacher_logprobs"])
 @pytest.mark.parametrize("check", [check_loss, check_advantages])
 def test_streams_that_nothing_provides_are_refused(check: Any, name: str, message_texts: Messages) -> None:
     with message_texts.raises(ValueError):
