@@ -209,7 +209,7 @@ def response_positions(rows: Texts) -> Tensor:
 
 
 class Predictions(NamedTuple):
-    """What a model says of response tokens; where the rows have kept sets, of the distributions on these."""
+    """A model's answer for response tokens; where the rows have kept sets, by the distributions on these."""
 
     logprobs: Tensor
     """[R]."""

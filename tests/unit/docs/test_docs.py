@@ -29,6 +29,7 @@ MEASURED = {
     "layouts.md",
     "planning-table.md",
     "routes.md",
+    "score-centering.md",
 }
 """Pages that a benchmark writes."""
 LIMITS = {"gpu.md": 1300, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 360}

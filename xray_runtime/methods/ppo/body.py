@@ -186,20 +186,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     moments, skipped = RunningMoments(), SkippedSteps()
     monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
-    stop, padding = tuple(config.stop), tokenizer.pad_token_id
-    sampling = Sampling(
-        config.max_new_tokens,
-        config.temperature,
-        stops,
-        padding,
-        stop=stop,
-        top_p=config.top_p,
-        top_k=config.top_k or (LARGEST_SET if config.cuts else None),
-        min_p=config.min_p,
-        routes=config.routing == "replay",
-        top_logprobs=config.top_logprobs if config.score_centering or functions.read_top else 0,
-        kept=bool(config.cuts),
-    )
+    sampling = _sampling(config, functions, stops, tokenizer.pad_token_id)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
     specs = model_specs(stage, rewards, functions, limit)
@@ -238,6 +225,23 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             ledger=ledger,
             state=Resumable(recorder, trained_models(models), keep_files, **state),
         )
+
+
+def _sampling(config: PPOConfig, functions: Functions, stops: tuple[int, ...], padding: int) -> Sampling:
+    """How replies to learn from are sampled, and what comes with them."""
+    return Sampling(
+        config.max_new_tokens,
+        config.temperature,
+        stops,
+        padding,
+        stop=tuple(config.stop),
+        top_p=config.top_p,
+        top_k=config.top_k or (LARGEST_SET if config.cuts else None),
+        min_p=config.min_p,
+        routes=config.routing == "replay",
+        top_logprobs=config.top_logprobs if config.score_centering or functions.read_top else 0,
+        kept=bool(config.cuts),
+    )
 
 
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:

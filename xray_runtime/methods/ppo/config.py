@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
-from xray_runtime.engines.sampling_config import LARGEST_SET, MOST_REPORTED, Stop
+from xray_runtime.engines.sampling_config import LARGEST_SET, Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
@@ -30,6 +30,7 @@ from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.routing import RoutingName, check_routing, check_routing_device
+from xray_runtime.methods.ppo.sampled_tokens import SampledTokensConfig
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
@@ -70,7 +71,7 @@ class ValidationConfig(ValidationSchedule):
     num_prompts: Annotated[int, Field(ge=2)] = 128
 
 
-class PPOStageConfig(TrainingConfig):
+class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """One stage of policy-gradient training; each starts from the previous stage's checkpoint."""
 
     method: Method = "ppo"
@@ -88,14 +89,6 @@ class PPOStageConfig(TrainingConfig):
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
     """Sampling temperature; training log-probabilities use the same temperature."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the likeliest tokens that together have this probability; 1: all. The policy's and the reference's
-    log-probabilities are then those on the set of tokens that were left at each place, which the ledger keeps. So are
-    they with `top_k` and `min_p`."""
-    top_k: Annotated[int, Field(ge=1, le=LARGEST_SET)] | None = None
-    """Sample from this many of the likeliest tokens. None: all, or with `top_p` or `min_p` the 128 likeliest."""
-    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Sample from tokens with at least this share of the likeliest token's probability."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
     curriculum: CurriculumConfig | None = None
@@ -183,13 +176,6 @@ class PPOStageConfig(TrainingConfig):
     """With `mask`: tokens with a smaller weight are dropped."""
     importance_level: Literal["token", "reply"] = "token"
     """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
-    score_centering: bool = False
-    """Take from the loss what moves the policy by the mismatch alone, found from the sampler's `top_logprobs` likeliest
-    tokens (2026, arXiv 2609.20807), with the weights of `importance_correction`. For samplers that are not the policy:
-    in another precision, or with `lag`."""
-    top_logprobs: Annotated[int, Field(ge=1, le=MOST_REPORTED)] = 20
-    """How many of the sampler's likeliest tokens rollout and ledger have at each place; only where `score_centering` or
-    the loss reads them."""
     max_mismatch: Positive | None = None
     """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
@@ -215,13 +201,6 @@ class PPOStageConfig(TrainingConfig):
     def max_response_tokens(self) -> int:
         """Maximum number of tokens after a prompt."""
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
-
-    @property
-    def cuts(self) -> str:
-        """The fields that leave a part of the vocabulary to sample from; empty: none does."""
-        neutral = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
-        set_here = {name: getattr(self, name) for name in neutral if getattr(self, name) != neutral[name]}
-        return ", ".join(f"{name} = {value}" for name, value in set_here.items())
 
     @property
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:

@@ -107,10 +107,8 @@ def build_experience(
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl) | _kept_metrics(scores)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
-    if "kept_mass" in scores:
-        metrics["rollout/kept_mass"] = float(scores.kept_mass.values.mean())
     return Experience(rows, int(mask.sum()), kl["k1"], metrics)
 
 
@@ -205,6 +203,10 @@ def _experience_metrics(
 def _kl_metrics(kl: dict[str, float]) -> dict[str, float]:
     """Metrics of `kl_summary` to the reference, of the policy before the update."""
     return {"kl/reference_k1": kl["k1"], "kl/reference_k3": kl["k3"]}
+
+
+def _kept_metrics(scores: Scores) -> dict[str, float]:
+    return {"rollout/kept_mass": float(scores.kept_mass.values.mean())} if "kept_mass" in scores else {}
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:

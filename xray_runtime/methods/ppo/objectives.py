@@ -71,7 +71,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @property
     def topk_logprobs(self) -> Tensor:
-        """Of the sampler's likeliest tokens [R, k]; only of rows that have them."""
+        """The policy's, of the sampler's likeliest tokens [R, k]; only of rows that have them."""
         assert self._predicted.of_candidates is not None
         return self._predicted.of_candidates
 

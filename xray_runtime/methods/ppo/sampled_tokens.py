@@ -1,0 +1,37 @@
+"""Fields of a `ppo` stage about the distribution that its replies are sampled from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from xray_runtime.engines.sampling_config import LARGEST_SET, MOST_REPORTED
+from xray_runtime.kernel.config.section import Section
+
+
+class SampledTokensConfig(Section):
+    """The part of the vocabulary to sample from, and what a rollout says of the tokens that could have been."""
+
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1: all. The policy's and the reference's
+    log-probabilities are then those on the set of tokens that were left at each place, which the ledger keeps. So are
+    they with `top_k` and `min_p`."""
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_SET)] | None = None
+    """Sample from this many of the likeliest tokens. None: all, or with `top_p` or `min_p` the 128 likeliest."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Sample from tokens with at least this share of the likeliest token's probability."""
+    score_centering: bool = False
+    """Take from the loss what moves the policy by the mismatch alone, found from the sampler's `top_logprobs` likeliest
+    tokens (2026, arXiv 2609.20807), with the weights of `importance_correction`. For samplers that are not the policy:
+    in another precision, or with `lag`."""
+    top_logprobs: Annotated[int, Field(ge=1, le=MOST_REPORTED)] = 20
+    """How many of the sampler's likeliest tokens rollout and ledger have at each place; only where `score_centering` or
+    the loss reads them."""
+
+    @property
+    def cuts(self) -> str:
+        """The fields that leave a part of the vocabulary to sample from; empty: none does."""
+        neutral = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+        given = {name: getattr(self, name) for name in neutral}
+        return ", ".join(f"{name} = {value}" for name, value in given.items() if value != neutral[name])
