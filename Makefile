@@ -11,7 +11,7 @@ EXTRA ?= $(or $(shell head -n 1 .venv/.installed 2> /dev/null),cpu)
 PYTHON ?= $(or $(shell for python in $(BIN)/python python3.11 python3.12 python3.13; do \
 	$$python -c '' 2> /dev/null && echo $$python && break; done),python3)
 
-.PHONY: help install constraints stubs demo test test-long lint types docs audit-deps unit component lifecycle peers mutants clean
+.PHONY: help install constraints stubs demo test test-long lint style checks types docs audit-deps unit component lifecycle peers mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
 test:  ## style and types, dependencies, unit, component and end-to-end tests
-	@for part in install lint audit-deps unit component lifecycle; do \
+	@for part in install style audit-deps checks component lifecycle; do \
 		echo "=== make $$part"; SECONDS=0; $(MAKE) --no-print-directory $$part; \
 		echo "=== make $$part: $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; done
 
@@ -43,13 +43,19 @@ test-long: install  ## what takes minutes for one thing: a node lost, servers go
 mutants: install  ## which changes of the algorithms' code, and of a sample of the guards', does no test notice (40 minutes)
 	$(BIN)/python tests/mutants.py
 
-lint: install  ## style and types; the docs build without a warning
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: style  ## style and types; the docs build without a warning
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync types docs
 
+style: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy and mkdocs have one thread each, and tests wait for processes: together they leave no core idle.
+checks: install
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync unit types docs
+
 types: stubs
-	$(BIN)/python .ci/tree.py mypy
+	nice $(BIN)/python .ci/tree.py mypy
 
 docs: install  ## build the documentation into site/, offline
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

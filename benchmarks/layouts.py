@@ -75,7 +75,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: EP 2": {"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
     "mixture: EP 2 × DP 2": {"library": "fsdp2", "num_workhorses": 4, "expert_parallel": 2},
 }
-GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES))
+EXPERTS_LORA = LORA | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]}
+ADAPTED_MIXTURES: dict[str, dict[str, Any]] = {
+    "LoRA on experts: 1 process": {"lora": EXPERTS_LORA},
+    "LoRA on experts: ZeRO-2 × 2": {"lora": EXPERTS_LORA, "zero_stage": 2, "num_workhorses": 2},
+    "LoRA on experts: ZeRO-3 × 2": {"lora": EXPERTS_LORA, "zero_stage": 3, "num_workhorses": 2},
+    "LoRA on experts: FSDP2 × 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2},
+    "LoRA on experts: EP 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
+}
+GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES), (MIXTURE, ADAPTED_MIXTURES))
 """Models, each with its layouts; the first is what the others are compared with."""
 
 
@@ -248,7 +256,11 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         ),
         tokens=1,
         positions=1,
-        options=Options(sharding=sharding, lora_rank=None if training.lora is None else training.lora.rank),
+        options=Options(
+            sharding=sharding,
+            lora_rank=None if training.lora is None else training.lora.rank,
+            lora_targets=None if training.lora is None else tuple(training.lora.target_modules or ()) or None,
+        ),
     )
 
 

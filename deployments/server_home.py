@@ -83,13 +83,16 @@ class ServerHome:
         if not self._token.exists():
             write_atomic(self._token, secrets.token_hex(32))
             self._token.chmod(0o600)
-        if not self._key.exists():
+        if not self._key.exists() and not (self.output / "keys" / "signing.pem").exists():
             write_atomic(self._key, new_private_key(), 0o600)
 
     @property
     def signing_key(self) -> Path | None:
-        """The key that signs what runs here compute; None where `output` has one inside, from before."""
-        return None if (self.output / "keys" / "signing.pem").exists() else self._key
+        """The key that signs what runs here compute; None where `output` already had one when this home was made.
+
+        A key that is put into `output` later is not used.
+        """
+        return self._key if self._key.exists() else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -34,6 +34,9 @@ def register(
     if evaluation is not None:
         evidence().publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
     tracker = Tracker(context.tracking_uri, context.experiment, None)
+    run_id = registered.mlflow_run_id
+    if not run_id:  # A checkpoint that existed before the run.
+        run_id = tracker.client.get_logged_model(registered.checkpoint.mlflow_model_id or "").source_run_id
     # When two runs share a directory, the last one to move the alias must also decide last.
     with FileLock(output / LOCKS / "decisions.lock"):
         version = evidence().register_policy(
@@ -41,7 +44,7 @@ def register(
             tracker.registry,
             name,
             registered.checkpoint,
-            registered.mlflow_run_id,
+            run_id,
             StageResult.model_validate(evaluation).checkpoint if evaluation is not None else None,
             by=context.trigger.get("by"),
             note=f"flow run {context.flow_run_id}",

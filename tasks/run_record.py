@@ -103,6 +103,7 @@ class RunRecord:
                     self.tracker.log_files(self.run_id, self.summary.report)
                     self._log_evaluations()
                     self._log_headline()
+                    self.tracker.log_datasets(self.run_id)
             finally:
                 end_record(self.output, self.summary.path, content, self.summary.files | self._artifacts(content))
             self.tracker.tag(self.run_id, {LOG_TAG: view(self.output).mark} | self._result_tags(status))

@@ -19,7 +19,7 @@ from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT
 from xray_runtime.kernel.evidence.statement import read_statement
 from xray_runtime.kernel.evidence.view import RunEnded
 from xray_runtime.kernel.files import write_atomic
-from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation
+from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation, Preferences
 from xray_runtime.kernel.graph.kind import Note
 from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.history.evidence import evidence, read_logged
@@ -58,7 +58,7 @@ class RunSummary:
         self._stages: dict[int, dict[str, Any]] = {}
         self._measured: dict[int, Measured] = {}
         self._datasets: list[tuple[Path, str]] = []
-        """Directory and sha256 of the datasets, which may have pictures."""
+        """Directory and sha256 of the data, which may have pictures."""
         self._evaluation: tuple[int, CheckpointRef] | None = None
         """Number and checkpoint of the graph's last evaluation."""
         self.content: dict[str, Any] = {
@@ -102,7 +102,7 @@ class RunSummary:
         }
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
         kind = find_kind(result.kind)
-        if kind is not None and kind.output is Dataset:
+        if kind is not None and kind.output in (Dataset, Preferences):
             self._datasets.append((result.checkpoint.path, result.checkpoint.sha256))
         if kind is not None and kind.sides and kind.results:
             self._measured[number] = measured(kind, result.checkpoint.path, result.checkpoint.sha256)
@@ -156,7 +156,7 @@ class RunSummary:
         if registered is not None:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
-        rows.append(("report", f"`{self.report}`"))
+        rows += [("report", f"`{self.report}`"), ("pages", f"`xray studio --output {self._output}`")]
         lines = markdown_table(("result", "value"), rows)
         table = self.evaluations()
         if len(self._measured) > 1:

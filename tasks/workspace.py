@@ -227,8 +227,8 @@ class Workspace(Graph):
         parameters = {
             "context": self.context,
             "name": name or f"{self.project}-policy",
-            "policy": self._parent(policy),
-            "evaluation": self._parent(evaluation) if evaluation is not None else None,
+            "policy": self._finished_stage(policy),
+            "evaluation": self._finished_stage(evaluation) if evaluation is not None else None,
         }
         self._run_task(f"register {parameters['name']}", register_task, parameters, parents.values())
 
@@ -240,6 +240,12 @@ class Workspace(Graph):
     def _parent(self, handle: Handle) -> Any:
         if handle.call is None:
             return self._references[handle.name].model_dump(mode="json")
+        return self._tasks.future(handle.name)
+
+    def _finished_stage(self, handle: Handle) -> Any:
+        """What `register` takes: the `StageResult`, also of a checkpoint that existed."""
+        if handle.call is None:
+            return StageResult.existing(self._references[handle.name]).model_dump(mode="json")
         return self._tasks.future(handle.name)
 
     def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Iterable[Handle]) -> None:

@@ -15,14 +15,14 @@ SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def distillation(output: str = "runs/distillation", steps: int = 10) -> None:
     """A kind of one's own: a large model is tuned, and teaches a small one."""
-    from tests.distill import distill
+    from tests.imitate import imitate
 
     with xray.workspace(output, project="distillation"):
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
         small = xray.fresh_base(chats, **SIZES, name="small")
         large = xray.fresh_base(chats, **SIZES | {"num_layers": 8}, name="large")
         teacher = xray.sft(large, data=chats, steps=steps, name="teacher")
-        distill(small, teacher, chats, steps=steps)
+        imitate(small, teacher, chats, steps=steps)
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
@@ -99,12 +99,12 @@ GRAPHS: dict[str, GraphCase] = {
     ),
     "own kind": GraphCase(
         "tests.graphs:distillation",
-        "distill",
-        {"distill.lr": LR},
-        "distill/loss",
+        "imitate",
+        {"imitate.lr": LR},
+        "imitate/loss",
         "min",
-        small={"steps": 6, "distill.steps": 30} | FEW_CHATS,
-        imports=("tests.distill",),
+        small={"steps": 6, "imitate.steps": 30} | FEW_CHATS,
+        imports=("tests.imitate",),
     ),
     "rejection sampling": GraphCase(
         "examples.lessons.03_own_reward:own_reward",

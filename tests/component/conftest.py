@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     mark = start_reaper()
-    from tests.component.models import RUN_ID
+    from tests.component.processes import RUN_ID
     from xray.deployments.local_ray import running_ray
     from xray_runtime.cluster.pool.pool import open_worker_pool
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
 
-from benchmarks.layouts import Run, collect, global_batches, spec_of, updates
+from benchmarks.layouts import Run, collect, global_batches, make_model, spec_of, updates
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part, same
 from xray_runtime.cluster.learner import Learner
@@ -23,6 +24,8 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.store.shards import read_shards
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.config import FreshBase
+from xray_runtime.models.expert_adapters import expert_matrices
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
 
@@ -131,10 +134,58 @@ def test_the_layout_does_not_show(
     goes_on_alike(spec, split, batches, tmp_path)
 
 
+EXPERTS = LoRAConfig(rank=4, target_modules=["q_proj", "experts"])
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: Any, tiny_model: Path) -> tuple[Path, list[TextBatch], Run, dict[str, torch.Tensor]]:
+    base = FreshBase(
+        **{"vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
+        **{"intermediate_size": 64, "num_experts": 4, "max_positions": 64},
+    )
+    model = make_model(tmp_path_factory.mktemp("mixture") / "model", base)
+    batches = global_batches(model, count=2, num_rows=9, group_size=3)
+    made, adapters, _ = run(adapted(model, EXPERTS, {}), batches, tmp_path_factory.mktemp("mixture alone"))
+    return model, batches, made, adapters
+
+
+def test_adapted_experts_are_published_as_peft_merges_them(mixture: Any, tmp_path: Path) -> None:
+    model, _, made, adapters = mixture
+    plain: Any = load_model(model)
+    write_adapter(tmp_path, EXPERTS, adapters, matrices=expert_matrices(plain))
+    peft = PeftModel.from_pretrained(plain, str(tmp_path)).merge_and_unload()
+    before, expected = load_file(model / "model.safetensors"), revert_weight_conversion(peft, peft.state_dict())
+    trained = {name for name in before if ".experts." in name or "q_proj" in name}
+    assert made.weights.keys() == trained | {"scalar.weight", "scalar.bias"}
+    assert len(trained) == 2 * (1 + 3 * 4)
+    for name in trained:
+        torch.testing.assert_close(torch.from_numpy(made.weights[name]), expected[name], rtol=1e-5, atol=1e-6)
+        assert not torch.equal(expected[name], before[name])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ZERO_3, id="ZeRO-3 × 2"),
+        pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
+        pytest.param({"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2}, id="EP 2"),
+    ],
+)
+def test_the_layout_of_adapted_experts_does_not_show(mixture: Any, tmp_path: Path, layout: dict[str, Any]) -> None:
+    model, batches, made, adapters = mixture
+    spec = adapted(model, EXPERTS, layout)
+    split, own, _ = run(spec, batches, tmp_path)
+    same(split, made)
+    assert own.keys() == adapters.keys()
+    for name, whole in adapters.items():
+        torch.testing.assert_close(own[name], whole, rtol=1e-3, atol=1e-5)
+    goes_on_alike(spec, split, batches, tmp_path)
+
+
 def goes_on_alike(spec: ModelSpec, made: Run, batches: list[TextBatch], place: Path) -> None:
     """A snapshot holds the adapters and the head alone, and going on from it gives the same bits."""
     keys = {key.partition("/")[2] for shard in read_shards(place / "snapshot") for key in shard.pieces}
-    assert all(".lora_" in key or key.endswith(".magnitude") or key.startswith("scalar.") for key in keys)
+    assert all("lora_" in key or key.endswith(".magnitude") or key.startswith("scalar.") for key in keys)
     again = collect(spec, run_ranks(spec, place, part, batches, range(2, 3), place / "snapshot", None))
     assert all(np.array_equal(again.weights[name], whole) for name, whole in made.weights.items())
 

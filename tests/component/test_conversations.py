@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from tests.unit.agents.environments import caller, samples
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage

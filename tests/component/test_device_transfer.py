@@ -10,7 +10,7 @@ import ray
 import torch
 import transformers
 
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PromptBatch, StepTotals, TextBatch

@@ -16,7 +16,8 @@ import pytest
 import ray
 import torch
 
-from tests.component.models import gone, open_models, pids, text
+from tests.component.models import text
+from tests.component.processes import gone, open_models, pids
 from xray_runtime.cluster import heartbeat
 from xray_runtime.cluster.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
 from xray_runtime.cluster.model_spec import ModelSpec

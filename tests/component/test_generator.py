@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.layouts import short_of
-from tests.component.models import mixture, open_models, same
+from tests.component.models import mixture, same
+from tests.component.processes import open_models
 from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec

@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from tests.component.models import RUNTIME, open_models, text
+from tests.component.models import RUNTIME, text
+from tests.component.processes import open_models
 from tests.message_texts import Messages
 from xray_runtime.cluster.handles import INLINE_BYTES
 from xray_runtime.cluster.model_spec import ModelSpec

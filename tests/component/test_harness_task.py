@@ -14,7 +14,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.component.models import RUNTIME, open_models
+from tests.component.models import RUNTIME
+from tests.component.processes import open_models
 from tests.unit.methods.evaluate.harness import CHOICE, REPLY
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage

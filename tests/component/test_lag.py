@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec

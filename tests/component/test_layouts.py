@@ -31,7 +31,7 @@ from benchmarks.layouts import (
 )
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import last_line, part, same, short_of
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from tests.message_texts import Messages
 from xray_runtime.algorithms import logprobs
 from xray_runtime.cluster.learner import Learner

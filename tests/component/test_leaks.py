@@ -14,7 +14,8 @@ import psutil
 import pytest
 import ray
 
-from tests.component.models import open_models, text
+from tests.component.models import text
+from tests.component.processes import open_models
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import StepTotals
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig

@@ -17,7 +17,8 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.component.models import RUNTIME, open_models, pids, text
+from tests.component.models import RUNTIME, text
+from tests.component.processes import open_models, pids
 from xray_runtime.cluster.health import WorkhorseError
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec

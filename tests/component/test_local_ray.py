@@ -1,4 +1,4 @@
-"""A Ray of a workspace's own, in a process that has imported Ray before."""
+"""A Ray of a flow's own, in a process that has imported Ray before."""
 
 from __future__ import annotations
 
@@ -12,19 +12,10 @@ import pytest
 from tests.e2e.conftest import ROOT
 from xray.deployments.local_ray import AGENT_PORTS
 
-SCRIPT = """
-import json
-import ray
-from xray.deployments.local_ray import running_ray
-
-with running_ray():
-    import psutil
-    answer = ray.get(ray.remote(lambda: 6 * 7).remote())
-    print(json.dumps([answer, [process.cmdline() for process in psutil.Process().children(recursive=True)]]))
-"""
-
 FLOW = """
-import os
+import json, os
+import psutil
+import ray
 from prefect import flow, task
 import xray
 from xray_runtime.cluster.pool.libraries import FORK_SERVER
@@ -35,37 +26,23 @@ def look():
 
 @flow(task_runner=xray.task_runner(), log_prints=False)
 def flow_of_a_script():
-    return look.submit().result(), bool(os.environ[FORK_SERVER])
+    found = look.submit().result(), bool(os.environ[FORK_SERVER])
+    return *found, [process.cmdline() for process in psutil.Process().children(recursive=True)]
 
 for _ in range({times}):
-    (mode, niceness, directory), forks = flow_of_a_script()
+    (mode, niceness, directory), forks, commands = flow_of_a_script()
+    print("commands", json.dumps(commands))
     print("found", mode, niceness, forks, os.path.exists(directory), "RAY_AUTH_MODE" in os.environ)
 """
 
 
-def test_a_private_ray_after_ray_was_imported() -> None:
-    """Ray reads at import whether there is a token; a cluster with one would refuse the process that started it.
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_flow_that_a_script_calls_has_a_private_ray(times: int) -> None:
+    """Prefect's own task runner starts one without a token, whose workers starve on a busy machine. Ray reads at import
+    whether there is a token; a cluster with one would refuse the process that started it.
 
     The processes show that `_patient_node` still changes what this version of Ray starts.
     """
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer, commands = json.loads(done.stdout)
-    assert answer == 42
-    for needless in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py", "dashboard/agent.py"):
-        # A raylet's arguments name the program that was to start its agent.
-        assert not [c for c in commands if any(argument.endswith(needless) for argument in c)]
-    [raylet] = [command for command in commands if command[:1] and command[0].endswith("raylet/raylet")]
-    for name in AGENT_PORTS[:2]:
-        [port] = [a for a in raylet if a.replace("_", "-").startswith(f"--{name}=".replace("_", "-"))]
-        assert int(port.partition("=")[2]) > 0
-    assert "--num_prestart_python_workers=0" in raylet
-    assert any(a.startswith("--dashboard_agent_command=sh -c") for a in raylet)
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_flow_that_a_script_calls_has_a_private_ray(times: int) -> None:
-    """Prefect's own task runner starts one without a token, whose workers starve on a busy machine."""
     # Not that of other tests, to which this process may be connected.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PREFECT_"))}
     done = subprocess.run(
@@ -78,3 +55,18 @@ def test_a_flow_that_a_script_calls_has_a_private_ray(times: int) -> None:
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("found")]
     assert found == ["found token 0 True False False"] * times, done.stdout + done.stderr[-2000:]
+    for line in done.stdout.splitlines():
+        if line.startswith("commands "):
+            check_processes(json.loads(line.removeprefix("commands ")))
+
+
+def check_processes(commands: list[list[str]]) -> None:
+    for needless in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py", "dashboard/agent.py"):
+        # A raylet's arguments name the program that was to start its agent.
+        assert not [c for c in commands if any(argument.endswith(needless) for argument in c)]
+    [raylet] = [command for command in commands if command[:1] and command[0].endswith("raylet/raylet")]
+    for name in AGENT_PORTS[:2]:
+        [port] = [a for a in raylet if a.replace("_", "-").startswith(f"--{name}=".replace("_", "-"))]
+        assert int(port.partition("=")[2]) > 0
+    assert "--num_prestart_python_workers=0" in raylet
+    assert any(a.startswith("--dashboard_agent_command=sh -c") for a in raylet)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.layouts import CONFIG, collect, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import last_line, part, same
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.learner import Learner

@@ -14,7 +14,7 @@ import torch
 from benchmarks.layouts import global_batches, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import short_of
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import StepTotals, TextBatch

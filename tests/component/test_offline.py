@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import RUNTIME, open_models
+from tests.component.models import RUNTIME
+from tests.component.processes import open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.layouts import Run, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part
-from tests.component.models import open_models
+from tests.component.processes import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import StepTotals, TextBatch

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from tests.component.models import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Other, gone, open_models, pid_of, pids
+from tests.component.processes import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Other, gone, open_models, pid_of, pids
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.opening import prestart_models

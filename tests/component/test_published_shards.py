@@ -9,7 +9,8 @@ import pytest
 import ray
 import torch
 
-from tests.component.models import RUNTIME, open_models, text
+from tests.component.models import RUNTIME, text
+from tests.component.processes import open_models
 from tests.unit.kernel.store.published import IDENTITY
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import StepTotals

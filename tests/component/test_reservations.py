@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
+from tests.component.processes import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.opening import model_opener
 from xray_runtime.cluster.pool.acquisition import BusyClusterError
@@ -62,17 +62,12 @@ def eventually(condition: Callable[[], bool], timeout_s: float = SECONDS) -> boo
     return False
 
 
-@pytest.fixture
-def controller(cluster: None) -> Iterator[Callable[[], Any]]:
-    """Starts Controllers, which end with the test."""
-    started: list[Any] = []
-
-    def start() -> Any:
-        started.append(Controller.remote())
-        return started[-1]
-
-    yield start
-    for each in started:
+@pytest.fixture(scope="module")
+def controllers(cluster: None) -> Iterator[list[Any]]:
+    """Two that outlive their stages, as the processes of stages do."""
+    both = [Controller.remote() for _ in range(2)]  # type: ignore[attr-defined]
+    yield both
+    for each in both:
         ray.kill(each)
 
 
@@ -82,7 +77,7 @@ def controller(cluster: None) -> Iterator[Callable[[], Any]]:
     ids=["one run", "two runs, with placement groups"],
 )
 def test_two_stages_that_each_need_more_than_half_run_one_after_the_other(
-    controller: Callable[[], Any],
+    controllers: list[Any],
     tiny_model: Path,
     tmp_path: Path,
     layout: FrozenConfig,
@@ -90,15 +85,15 @@ def test_two_stages_that_each_need_more_than_half_run_one_after_the_other(
     run_ids: tuple[str, str],
 ) -> None:
     stages = [
-        controller().stage.remote(runtime(cpus), tmp_path / name, two_models(tiny_model, layout), run_id, 1.0)
-        for name, run_id in zip(("left", "right"), run_ids, strict=True)
+        each.stage.remote(runtime(cpus), tmp_path / name, two_models(tiny_model, layout), run_id, 0.5)
+        for each, name, run_id in zip(controllers, ("left", "right"), run_ids, strict=True)
     ]
     first, second = sorted(ray.get(stages, timeout=3 * SECONDS))
     assert first[1] <= second[0]
 
 
 def test_a_stage_of_another_run_is_waited_for_with_a_limit(
-    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path
+    controllers: list[Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     layout, cpus = LAYOUTS["single"]
     impatient = runtime(cpus, wait_timeout_s=0.5)
@@ -107,24 +102,26 @@ def test_a_stage_of_another_run_is_waited_for_with_a_limit(
         rf"^waited 0\.5 s \(runtime\.wait_timeout_s\) for one 0\.6 CPUs; other 0\.6 CPUs, which are in use by "
         rf"free: [0-9.]+ CPUs; {tmp_path}/holding: 1\.2 CPUs$"
     )
-    with open_models(runtime(cpus), tmp_path / "holding", specs):
+    progress = open_progress("patient")
+    with open_models(runtime(cpus), tmp_path / "holding", specs, "patient"):
         with (
             pytest.raises(BusyClusterError, match=says),
             open_models(impatient, tmp_path / "waiting", specs, "another"),
         ):
             pass
         # A stage of the same run goes on waiting.
-        waiting = controller().stage.remote(impatient, tmp_path / "waiting", specs, RUN_ID, 0.0)
-        assert not ray.wait([waiting], timeout=5.0)[0]
+        waiting = controllers[0].stage.remote(impatient, tmp_path / "waiting", specs, "patient", 0.0)
+        assert eventually(lambda: "waiting" in ray.get(progress.read.remote()))
+        assert not ray.wait([waiting], timeout=1.5)[0]
     ray.get(waiting, timeout=SECONDS)
 
 
-def test_a_waiting_stage_is_told_to_stop(controller: Callable[[], Any], tiny_model: Path, tmp_path: Path) -> None:
+def test_a_waiting_stage_is_told_to_stop(controllers: list[Any], tiny_model: Path, tmp_path: Path) -> None:
     layout, cpus = LAYOUTS["single"]
     specs = two_models(tiny_model, layout)
     progress = open_progress("stopped")
     with open_models(runtime(cpus), tmp_path / "holding", specs):
-        waiting = controller().stage.remote(runtime(cpus), tmp_path / "waiting", specs, "stopped", 0.0)
+        waiting = controllers[0].stage.remote(runtime(cpus), tmp_path / "waiting", specs, "stopped", 0.0)
         assert eventually(lambda: "waiting" in ray.get(progress.read.remote()))
         assert ray.get(progress.read.remote())["waiting"] == (0, 0, "", "waiting for 1.2 CPUs", 0)
         ray.get(progress.stop.remote())
@@ -132,8 +129,8 @@ def test_a_waiting_stage_is_told_to_stop(controller: Callable[[], Any], tiny_mod
             ray.get(waiting, timeout=SECONDS)
 
 
-def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controller: Callable[[], Any]) -> None:
-    victim = controller()
+def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(cluster: None) -> None:
+    victim: Any = Controller.remote()  # type: ignore[attr-defined]
     assert ray.get(victim.take_turn.remote("victim"), timeout=SECONDS)
     reservations, ticket = open_reservations(), Ticket(RUN_ID, "next", Holder.remote())
     assert not ray.get(reservations.is_next.remote(ticket))
@@ -144,9 +141,9 @@ def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controller:
 
 @pytest.mark.parametrize(("layout", "cpus"), LAYOUTS.values(), ids=LAYOUTS)
 def test_devices_of_a_killed_stage_are_free_for_the_next(
-    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
+    cluster: None, tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
 ) -> None:
-    specs, victim = two_models(tiny_model, layout), controller()
+    specs, victim = two_models(tiny_model, layout), Controller.remote()  # type: ignore[attr-defined]
     process = pid_of(victim)
     victim.stage.remote(runtime(cpus), tmp_path / "victim", specs, RUN_ID, 1000.0)
     assert eventually(lambda: any("victim" in line for line in ray.get(open_reservations().holders.remote())))

@@ -12,7 +12,8 @@ import ray
 import torch
 
 from tests.component.layouts import short_of
-from tests.component.models import mixture, open_models, same
+from tests.component.models import mixture, same
+from tests.component.processes import open_models
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PolicyBatch, ReplyBatch, StepTotals, TextBatch

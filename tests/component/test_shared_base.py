@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.component.models import RUNTIME, learned, open_models
+from tests.component.models import RUNTIME, learned
+from tests.component.processes import open_models
 from tests.unit.kernel.store.published import IDENTITY
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage

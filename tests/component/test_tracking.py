@@ -225,6 +225,10 @@ def test_a_cached_stage_shows_the_model_that_was_there(tracker: Tracker, lifecyc
     )
     found = tracker.client.get_run(run.run_id)
     assert (found.info.status, found.data.tags["xray.cached"]) == ("FINISHED", "true")
+    # The run of the whole lifecycle shows the dataset too, once.
+    for _ in range(2):
+        tracker.log_datasets(again)
+    assert linked(tracker, again) == ([], [], [("prepare", dataset.sha256)])
     # The model is still the one of the run that made it.
     assert tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id != run.run_id
 

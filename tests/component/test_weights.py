@@ -17,7 +17,7 @@ import ray
 import torch
 from safetensors.torch import save_file
 
-from tests.component.models import gone, pid_of
+from tests.component.processes import gone, pid_of
 from tests.message_texts import Messages
 from xray_runtime.engines.sync import object_store
 from xray_runtime.engines.sync.object_store import (

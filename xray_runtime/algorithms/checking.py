@@ -27,7 +27,7 @@ NUM_TOP = 3
 """The sampler's likeliest tokens in the place of each."""
 TOLERANCE = 1e-9
 """Between two ways to compute one number in float64."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "teacher_logprobs")
 """Streams of single tokens; all others are of whole replies."""
 
 
@@ -175,6 +175,7 @@ def _tokens() -> PolicyLossInputs:
     old = -normal().abs() - 0.5
     logprobs, advantages = old + 0.3 * normal(), normal()
     streams = {"old_logprobs": old, "rollout_logprobs": old + 0.1 * normal(), "ref_logprobs": old + 0.3 * normal()}
+    streams |= {"teacher_logprobs": old + 0.3 * normal()}
     rollout = _rollout()
     streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[replies], "groups": replies // 2}
     likely = (-torch.rand(2, len(replies), NUM_TOP, generator=random, dtype=torch.float64) - 1.5).log_softmax(-1) - 0.1

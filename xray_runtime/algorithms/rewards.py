@@ -31,6 +31,8 @@ class SourceScores:
 
     refused: Mapping[str, Sequence[bool]] = field(default_factory=dict)
     """Source that runs code → whether the code of each reply used what the sandbox refuses [B]."""
+    num_replies: int = 0
+    """B, where there is no source."""
 
     def failed(self, source: str) -> Tensor:
         """True for each reply whose score by `source` failed [B] bool."""
@@ -55,14 +57,17 @@ def weighted_sum(
 ) -> Tensor:
     """Σ weight · (score − mean) / deviation over the sources that apply [B].
 
-    NaN where one of them has no score, and where none applies. A source of weight 0 does not count at all.
+    NaN where one of them has no score, and where none applies. A source of weight 0 does not count at all; where none
+    counts, all are 0.
 
     Args:
         weights: source → weight.
         moments: source → (mean, deviation) to scale it by; a source that is not in it counts as it is.
     """
     moments = moments or {}
-    first = next(iter(scores.values.values()))
+    first = next(iter(scores.values.values()), torch.zeros(scores.num_replies))
+    if not any(weights.values()):
+        return torch.zeros_like(first)
     total, any_applies = torch.zeros_like(first), torch.zeros_like(first, dtype=torch.bool)
     for source, score in scores.values.items():
         if weights[source] == 0.0:

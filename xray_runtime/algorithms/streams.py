@@ -14,10 +14,6 @@ COLUMN = "column "
 TOPK_POLICY_LOGPROBS = "topk_policy_logprobs"
 TOPK = ("topk_ids", "topk_logprobs", TOPK_POLICY_LOGPROBS)
 """Streams of the sampler's likeliest tokens."""
-NOT_THERE = {
-    "teacher_logprobs": "a teacher, which no method has",
-}
-"""Stream that nothing provides → what would."""
 
 
 class StreamError(ValueError):
@@ -28,15 +24,13 @@ def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
     """The stream `name`. Raises StreamError: it is not there; one line."""
     if name in streams:
         return streams[name]
-    if name in NOT_THERE:
-        raise StreamError(f"{name} is not allowed: it needs {NOT_THERE[name]}")
     raise StreamError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
 
 
 class TokenStreams:
     """Streams that losses and advantages may read: a number for each token, [B, T] for advantages, [R] for a loss.
 
-    Each raises ValueError, one line, where nothing provides it: so does `teacher_logprobs` today.
+    Each raises ValueError, one line, where nothing provides it.
     """
 
     streams: Mapping[str, Tensor]
@@ -68,7 +62,7 @@ class TokenStreams:
 
     @property
     def teacher_logprobs(self) -> Tensor:
-        """A teacher's."""
+        """The teacher's, of the stage's `distillation`."""
         return read(self.streams, "teacher_logprobs")
 
     def column(self, name: str) -> Tensor:

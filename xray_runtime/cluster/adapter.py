@@ -17,7 +17,11 @@ def save_adapter(update: WeightUpdate, directory: Path, lora: LoRAConfig, base: 
     """Write adapters in peft's form, with the digest of the checkpoint `base` that they belong to."""
     from xray_runtime.engines.sync.object_store import unpack
     from xray_runtime.models.adapter_files import write_adapter
+    from xray_runtime.models.causal_lm import skeleton
+    from xray_runtime.models.expert_adapters import expert_matrices
+    from xray_runtime.models.lora import EXPERTS
 
     tensors = {name: tensor for bucket in update.buckets for name, tensor in unpack(bucket)}
     sha256 = file_sha256(base / MANIFEST) if (base / MANIFEST).is_file() else ""
-    write_adapter(directory, lora, tensors, base.name, sha256)
+    matrices = expert_matrices(skeleton(str(base))) if EXPERTS in (lora.target_modules or ()) else []
+    write_adapter(directory, lora, tensors, base.name, sha256, matrices)

@@ -54,7 +54,7 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.trainer import build_engine, build_scorer
-        from xray_runtime.models.causal_lm import published
+        from xray_runtime.models.causal_lm import load_tokenizer, published
         from xray_runtime.models.family import family_of
         from xray_runtime.models.heads import HeadedLM
         from xray_runtime.models.pictures import PictureReader
@@ -79,7 +79,7 @@ class Learner(PublishedChecks, Workhorse):
             module.scalar.load_state_dict(load_file(spec.head))
         config: Any = lm.config
         if family_of(config.model_type).pictures is not None:
-            module.pictures = PictureReader(lm, spec.directory, spec.pictures)
+            module.pictures = PictureReader(lm, spec.directory, spec.pictures, load_tokenizer(spec.directory))
         # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()
         self._trunks = TrunkMemory()

@@ -18,6 +18,7 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.pictures import with_pictures
 from xray_runtime.cluster.pool.acquisition import AcquireRequest, Acquisition
 from xray_runtime.cluster.pool.demand import demand
+from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import note_placement, same_node
 from xray_runtime.cluster.pool.placement import device
@@ -95,7 +96,7 @@ def _open(
     if not specs:
         yield {}
         return
-    models = {role: _proxy() for role in specs}
+    models = {role: _proxy(spec) for role, spec in specs.items()}
     requests = {
         role: AcquireRequest(
             demand(role, spec.layout, runtime, where), WORKHORSES[type(spec)], models[role], spec.libraries
@@ -157,7 +158,7 @@ _idle_proxies: list[WholeModelHandle] = []
 """WholeModels without a model, for the next stage in this process. They end with it."""
 
 
-def _proxy() -> WholeModelHandle:
+def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
     """A WholeModel without a model: an idle or a new one."""
     while _idle_proxies:
         # Ray raises for dead actors, and for actors of another cluster.
@@ -167,6 +168,9 @@ def _proxy() -> WholeModelHandle:
                 return idle
             ray.kill(idle)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": same_node()}
+    if isinstance(spec, ModelSpec):
+        # The objective in it brings torch and transformers: 2 CPU seconds, which a fork has behind it.
+        options |= worker_options(spec.libraries)
     model: WholeModelHandle = ray.remote(WholeModel).options(**options).remote()
     return model
 

@@ -62,6 +62,9 @@ _KEPT_IDS = column(
     "those of all places in turn",
 )
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
+_TEACHER_LOGPROBS = column("[B, R]", "float32", "models.teacher_objective", "ppo.experience, models", "by a teacher")
+_TEACHER_TOPK_IDS = column("[B, R, k]", "int32", "models.teacher_objective", "models", "the teacher's likeliest tokens")
+_TEACHER_TOPK_LOGPROBS = column("[B, R, k]", "float32", "models.teacher_objective", "models", "of these, by it")
 _VALUES = column("[B, R]", "float32", _CRITIC, "ppo.experience", "of the state before each token")
 
 
@@ -160,6 +163,14 @@ class LabelledBatch(TextBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class TaughtBatch(TextBatch[A]):
+    """Replies with a teacher's distributions (`distill_replies`)."""
+
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
@@ -178,6 +189,11 @@ class PolicyBatch(TextBatch[A]):
     returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     """Only if the KL is in the loss, or the loss reads it."""
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    """Only if the loss reads it."""
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    """With `distillation.beta`; so is `teacher_topk_logprobs`."""
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     branches: Ragged[A] = _BRANCHES
 
 
@@ -241,6 +257,7 @@ class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    entropy: Ragged[A] = column("[B, R]", "float32", _POLICY, "ppo.ledger_writer", "of the same policy, nats")
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
     kept_mass: Ragged[A] = column(
@@ -248,12 +265,16 @@ class Scores(ColumnBatch[A]):
     )
     """Only where sets are kept, of which all log-probabilities then are."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
+    teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
+    teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")
     scores: A = column("[B]", "float32", "models.reward_objective", "rewards.reward_models", "of a reward model")
     reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
+    teacher_divergence: A = column("[B]", "float32", "distill_replies", "distill_replies", "from a teacher's, a reply")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
     greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
 
@@ -268,7 +289,7 @@ REPLAYED = ("route_ids", "kept_counts", "kept_ids")
 """Columns of a rollout that say how its tokens were sampled; the policy's passes follow them."""
 OF_KEPT_SETS = ("kept_counts", "kept_ids")
 """Those of them that the reference follows, too."""
-KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
+KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, TaughtBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
 
 
 @dataclass(frozen=True, kw_only=True)

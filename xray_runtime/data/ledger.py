@@ -28,7 +28,10 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
-NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "kept_mass", "advantages", "weights")
+NUMBERS = (
+    *("rollout_logprobs", "logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "kept_mass"),
+    *("advantages", "weights"),
+)
 """List columns: token ids, and numbers per token of the reply."""
 ROUTES = ("route_ids", "route_weights")
 """List columns of prompt and reply, whose items are lists too: one for each expert of a token, layer by layer."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,25 @@ SHOWN = re.compile(f"<image ([0-9a-f]{{{DIGITS}}})>")
 """A picture in a text that is shown."""
 ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp"}
 """pillow's formats that are read → the ending of their files."""
+MAX_PIXELS = 2**26
+
+
+def read_picture(file: Path | BytesIO) -> tuple[Any, str]:
+    """(pillow's image in RGB: the first frame, turned as EXIF says, without transparency; its format).
+
+    Raises whatever pillow does, and ValueError: it has too many pixels or bits.
+    """
+    from PIL import Image, ImageOps
+
+    # No other format: some of pillow's readers start programs.
+    with Image.open(file, formats=list(ENDINGS)) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it has {width} × {height} pixels, more than {MAX_PIXELS:,}")
+        if image.mode.startswith(("I", "F")):
+            # pillow would cut off what is brighter than 255.
+            raise ValueError(f"it has more than 8 bits a channel, mode {image.mode}")
+        return ImageOps.exif_transpose(image).convert("RGB"), str(image.format)
 
 
 def picture_ids(digest: str, count: int) -> list[int]:
@@ -88,14 +108,16 @@ def shown_text(message: Mapping[str, Any]) -> str:
 class PictureTokens:
     """How a model's prompts write pictures; an attribute `pictures` of its tokenizer (`of`)."""
 
-    before: int
+    written: tuple[int, ...]
+    """Ids with which a prompt's text writes a picture."""
     token: int
-    after: int
-    """Ids around a picture and, as transformers has it, of each of its tokens."""
-    count: Callable[[int, int], int]
-    """(width, height) of a picture → the number of its tokens."""
+    """The one of them in whose place all tokens of the picture come."""
+    layout: Callable[[int, int], list[int]]
+    """(width, height) of a picture → the ids of its tokens, as transformers has them."""
+    around: tuple[int, ...]
+    """Ids on both sides of the picture's own, which tell it from a neighbour where `written` has none there."""
     rule: str
-    """All that `count` depends on, as text."""
+    """All that the length of `layout` depends on besides the tokenizer, as text."""
 
     @staticmethod
     def of(tokenizer: object) -> PictureTokens | None:
@@ -116,7 +138,8 @@ class PictureTokens:
             places.append(len(expanded))
             if number == self.token:
                 one = next(remaining)
-                expanded += picture_ids(one["sha256"], self.count(one["width"], one["height"]))
+                ids_of_one = picture_ids(one["sha256"], len(self.layout(one["width"], one["height"])))
+                expanded += [*self.around, *ids_of_one, *self.around]
             else:
                 expanded.append(number)
         return expanded, [*places, len(expanded)]

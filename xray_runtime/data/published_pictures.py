@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from markupsafe import Markup, escape
 
-from xray_runtime.data.pictures import DIGITS, ENDINGS, FOLDER, SHOWN, shown_picture
+from xray_runtime.data.pictures import DIGITS, FOLDER, SHOWN, read_picture, shown_picture
 from xray_runtime.kernel.store.checkpoints import read_manifest
 from xray_runtime.kernel.store.published import read_published
 
@@ -53,10 +53,8 @@ class PublishedPictures:
         found = self.read(digest)
         if found is None:
             return None
-        from PIL import Image
-
         small = io.BytesIO()
-        with Image.open(io.BytesIO(found[0]), formats=list(ENDINGS)) as image:
-            image.thumbnail((SIDE, SIDE))
-            image.convert("RGB").save(small, "PNG")
+        image, _ = read_picture(io.BytesIO(found[0]))
+        image.thumbnail((SIDE, SIDE))
+        image.save(small, "PNG")
         return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"

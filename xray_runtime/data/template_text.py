@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from xray_runtime.data.control_tokens import ControlTokens, unguessable
 from xray_runtime.data.pairs import Messages
-from xray_runtime.data.pictures import PLACEHOLDER, PictureTokens
+from xray_runtime.data.pictures import PLACEHOLDER, PictureTokens, pictures_of
 from xray_runtime.data.reasoning import CLOSE, KEY, split_reasoning
 from xray_runtime.data.rendering_limit import check_size, limited_rendering
 from xray_runtime.data.tokenizer import Tokenizer
@@ -30,8 +30,13 @@ REASONING_KEYS = (KEY, "reasoning", "thinking")
 """Names under which templates read a message's reasoning."""
 OF_REASONING = 500_000
 """The slot of a message's reasoning has the message's number and this."""
+LEADING = "num_leading_pictures"
+"""Key of a message whose text begins with so many pictures, for a template that reads parts."""
 TAG = re.compile(r"<(\w+)>\s*\Z")
 """A tag that a template opens at the end of a prompt."""
+
+
+_PICTURES = re.compile(f"^({re.escape(PLACEHOLDER)})+")
 
 
 class Rendered(NamedTuple):
@@ -137,7 +142,23 @@ class TemplateText:
         reasoning, content = self.parts(message)
         if reasoning and self.reasoning is not None and self.reasoning.key is not None:
             message_read[self.reasoning.key] = reasoning
+        if self._reads_parts and message.get("pictures"):
+            # Such templates write a text behind a picture otherwise than one at the beginning.
+            rest = _PICTURES.sub("", content)
+            message_read[LEADING] = (len(content) - len(rest)) // len(PLACEHOLDER)
+            content = rest
         return message_read | {"content": content}
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads lists of parts alone, as those of Idefics3 and SmolVLM do."""
+        text = self._slot(1)
+        try:
+            return text not in self._render([USER_TURN | {"content": text}], None, False) and text in self._render(
+                [_in_parts(USER_TURN | {"content": text})], None, False
+            )
+        except ValueError:
+            return False
 
     def _marked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         """The message with words in place of its texts, and of control tokens elsewhere."""
@@ -153,6 +174,12 @@ class TemplateText:
         return f"{self._slot_prefix}{number:06}"
 
     def _apply(
+        self, messages: Messages, tools: Any, prompt: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
+        given = list(map(_in_parts, messages)) if self._reads_parts else messages
+        return self._render(given, tools, prompt, variables)
+
+    def _render(
         self, messages: Messages, tools: Any, prompt: bool, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -185,23 +212,26 @@ class TemplateText:
         return self._spare.sub(lambda match: self._spelled[match.group()], text)
 
     def _filled(self, skeleton: str, forms: list[str], messages: Messages) -> Rendered:
+        written, num_pictures = self._written_pictures(messages)
         text, *pieces = self._slots.split(self._as_spelled(skeleton))
         places: dict[int, tuple[int, int]] = {}
-        for number, written, given in zip(map(int, pieces[::2]), pieces[1::2], forms, strict=True):
-            form = self._with_pictures(given, messages[number]) if number < OF_REASONING else given
+        for number, after, given in zip(map(int, pieces[::2]), pieces[1::2], forms, strict=True):
+            has_pictures = number < OF_REASONING and messages[number].get("pictures")
+            form = given.replace(PLACEHOLDER, written) if has_pictures else given
             places[number] = len(text), len(text) + len(form)
-            text += form + written
+            text += form + after
+        if num_pictures and text.count(written) != num_pictures:
+            raise ValueError(f"the chat template leaves out some of the {num_pictures} pictures of a conversation")
         return Rendered(text, places)
 
-    def _with_pictures(self, text: str, message: dict[str, Any]) -> str:
-        """A message's text with the control tokens of a picture in each place of one."""
-        if not message.get("pictures"):
-            return text
-        written = PictureTokens.of(self._tokenizer)
-        if written is None:
+    def _written_pictures(self, messages: Messages) -> tuple[str, int]:
+        """(the control tokens of a picture, number of pictures)."""
+        if not (num_pictures := len(pictures_of(messages))):
+            return "", 0
+        tokens = PictureTokens.of(self._tokenizer)
+        if tokens is None:
             raise ValueError("the row has a picture, and this model reads text alone")
-        parts = (written.before, written.token, written.after)
-        return text.replace(PLACEHOLDER, "".join(map(self._control.name_of, parts)))
+        return "".join(map(self._control.name_of, tokens.written)), num_pictures
 
     def _forms(self, texts: Messages, plain: str, skeleton: str) -> list[str] | None:
         """The text of each slot of `skeleton`, with which it equals the rendering `plain`; None: it does not."""
@@ -255,6 +285,15 @@ class TemplateText:
                 names = [self._guard((of.get("function") or of).get("name", "")) for of in message.get(key) or ()]
                 if not all(name in skeleton for name in names):
                     refuse(messages, number, f"leaves out {key} of {{}}")
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the list of its parts in place of its text."""
+    plain = {key: value for key, value in message.items() if key != LEADING}
+    parts = [{"type": "image"}] * message.get(LEADING, 0)
+    if message["content"] or not parts:
+        parts.append({"type": "text", "text": message["content"]})
+    return plain | {"content": parts}
 
 
 def _possible_forms(text: str) -> Iterator[str]:

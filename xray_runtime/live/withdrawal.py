@@ -39,7 +39,7 @@ from xray_runtime.kernel.tracking.traces import forget_person
 from xray_runtime.live.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
 
 ROWS = (".arrow", ".jsonl", ".parquet")
-SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
+SHOWN = ("samples.json", "lost.json", "prompts.json", "comparison_samples.json")
 """Files of checkpoints that hold texts, or tokens of texts."""
 LIVE = ("champion", "candidate")
 PAGES = "lineage"

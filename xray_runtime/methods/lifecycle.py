@@ -28,7 +28,7 @@ from xray_runtime.methods.prepare.config import DataConfig
 from xray_runtime.methods.reward_model.config import RewardBase, RewardConfig
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.config import BaseConfig, FreshBase, PretrainedBase
-from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
+from xray_runtime.models.lora import EXPERTS, LINEAR_LAYERS, LoRAConfig
 from xray_runtime.rewards.config import ExternalReward
 
 
@@ -64,10 +64,12 @@ def _check_divides(field: str, engine: EngineConfig, base: FreshBase) -> None:
                 )
 
 
-def _check_adapters(field: str, lora: LoRAConfig) -> None:
+def _check_adapters(field: str, lora: LoRAConfig, base: FreshBase) -> None:
+    # In a mixture the feed-forward layers are experts.
+    layers = (*LINEAR_LAYERS[:4], EXPERTS) if base.num_experts else LINEAR_LAYERS
     for name in lora.target_modules or []:
-        if name not in LINEAR_LAYERS:
-            raise ValueError(f"{field}.lora.target_modules: {name!r} must be one of {', '.join(LINEAR_LAYERS)}")
+        if name not in layers:
+            raise ValueError(f"{field}.lora.target_modules: {name!r} must be one of {', '.join(layers)}")
 
 
 class PPOSection(Section):
@@ -177,7 +179,7 @@ class LifecycleConfig(Section):
                 _check_divides(name, engine, self.base)
             for name, section in self.trained.items():
                 if section.lora is not None:
-                    _check_adapters(name, section.lora)
+                    _check_adapters(name, section.lora, self.base)
             _check_heads("generator", self.generator.tensor_parallel, self.base)
             limit = self.base.max_positions
             new_tokens = [*(stage.max_new_tokens for stage in self.ppo_stages), self.evaluate.max_new_tokens]

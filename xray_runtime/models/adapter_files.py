@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.lora import EXPERTS, LoRAConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,12 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(
-    directory: Path, config: LoRAConfig, tensors: Mapping[str, Tensor], base: str | None = None, sha256: str = ""
+    directory: Path,
+    config: LoRAConfig,
+    tensors: Mapping[str, Tensor],
+    base: str | None = None,
+    sha256: str = "",
+    matrices: Sequence[str] = (),
 ) -> None:
     """Write an adapter.
 
@@ -32,10 +37,12 @@ def write_adapter(
         tensors: `Adapters.unmerged`.
         base: name of the model that it belongs to.
         sha256: digest of that model's manifest.
+        matrices: names of the parameters of its adapted experts.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
-    content = config.peft_fields(base, layers) | ({"base_sha256": sha256} if sha256 else {})
+    names = {name.rpartition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in tensors}
+    fields = config.peft_fields(base, sorted(names - {EXPERTS}), matrices)
+    content = fields | ({"base_sha256": sha256} if sha256 else {})
     (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # Copies, since safetensors refuses tensors in one memory, as an update has them.
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -60,7 +67,7 @@ def read_fields(directory: Path) -> AdapterFields:
         alpha=float(held["lora_alpha"]),
         rslora=held["use_rslora"],
         dora=held["use_dora"],
-        target_modules=held["target_modules"],
+        target_modules=held["target_modules"] + ([EXPERTS] if held.get("target_parameters") else []),
     )
     return AdapterFields(lora, held["base_model_name_or_path"] or "", held.get("base_sha256", ""))
 

@@ -6,7 +6,8 @@
                                                                     in the backward pass, as its section 4.3 says)
 
 Only A [rank, in], B [out, rank] and m [out] are trained and saved in snapshots. They are published beside the whole
-matrices, W + s B A under their Hugging Face names, and read by peft, which computes the same (`tests`).
+matrices, W + s B A under their Hugging Face names, and read by peft, which computes the same (`tests`). A mixture's
+experts have theirs in `expert_adapters`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.expert_adapters import AdaptedExperts, from_peft, is_experts, to_peft
+from xray_runtime.models.lora import EXPERTS, LoRAConfig
 from xray_runtime.models.weight_files import MappedFiles, weight_files
 
 LINEAR = nn.Linear, Conv1D
@@ -101,10 +104,14 @@ class Adapters:
         lm.requires_grad_(False)
         self.layers: dict[str, AdaptedLinear] = {}
         """By name in `lm`."""
+        self.experts: dict[str, AdaptedExperts] = {}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for name in names:
                 base = lm.get_submodule(name)
+                if is_experts(name, base):
+                    self.experts[name] = AdaptedExperts(base, config.rank, config.scaling)
+                    continue
                 layer = AdaptedLinear(base, config.rank, config.scaling, dora=config.dora)
                 if layer.magnitude is not None:
                     weight = base.weight.detach() if not base.weight.is_meta else self._weight(name)
@@ -115,13 +122,15 @@ class Adapters:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Compute with the frozen model alone: what `lm` was before it had adapters."""
-        for layer in self.layers.values():
-            layer.is_off = True
+        self._turn(off=True)
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.is_off = False
+            self._turn(off=False)
+
+    def _turn(self, *, off: bool) -> None:
+        for layer in (*self.layers.values(), *self.experts.values()):
+            layer.is_off = off
 
     @contextlib.contextmanager
     def taken_out(self) -> Iterator[None]:
@@ -137,10 +146,10 @@ class Adapters:
         """Forget the layers that are no longer in `lm`, as other pipeline stages have them."""
         held = dict(lm.named_modules())
         self.layers = {name: layer for name, layer in self.layers.items() if held.get(name) is layer}
+        self.experts = {name: layer for name, layer in self.experts.items() if held.get(name) is layer.module}
 
     def merged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, matrix that computes the same without an adapter) of every adapted layer, one at a
-        time."""
+        """(name in files, matrix that computes the same without an adapter) of every adapted layer, one at a time."""
         for name, layer in self.layers.items():
             own = {part: whole(f"lm.{name}.{part}", parameter) for part, parameter in layer.parts().items()}
             delta = (own["lora_B.weight"] @ own["lora_A.weight"]) * layer.scaling
@@ -150,11 +159,18 @@ class Adapters:
                 share = own["magnitude"] / torch.linalg.norm(weight, dim=rows)
                 weight = weight * (share if layer.transposed else share[:, None])
             yield f"{name}.weight", weight
+        for name, experts in self.experts.items():
+            for matrix in experts.matrices:
+                parts = [(part, getattr(experts.module, part)) for part in experts.part_names(matrix)]
+                delta = experts.delta(*(whole(f"lm.{name}.{part}", parameter) for part, parameter in parts))
+                # Files hold the experts of a layer one by one, or turned round; sums are taken as they stand there.
+                for saved, change in revert_weight_conversion(self._lm, {f"{name}.{matrix}": delta}).items():
+                    yield saved, self._mapped.read(self._files, saved).to(delta.device) + change
 
     def unmerged(self, whole: Whole) -> Iterator[tuple[str, Tensor]]:
         """(peft's name, whole float32 value) of every trained parameter, one at a time."""
         for peft, (name, parameter) in self._trained().items():
-            yield peft, whole(name, parameter)
+            yield peft, to_peft(whole(name, parameter), peft)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Compute with the adapters `tensors` (`unmerged`), or with none where there are none.
@@ -164,14 +180,13 @@ class Adapters:
         """
         own = {peft: parameter for peft, (_, parameter) in self._trained().items()}
         wrong = [n for n in own.keys() | tensors.keys() if n not in own or n not in tensors] if tensors else []
-        wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+        wrong += [name for name in own.keys() & tensors.keys() if to_peft(own[name], name).shape != tensors[name].shape]
         if wrong:
             raise ValueError(f"the adapter is not of this {type(self._lm).__name__} ({min(wrong)})")
         with torch.no_grad():
             for name, tensor in tensors.items():
-                own[name].copy_(tensor)
-        for layer in self.layers.values():
-            layer.is_off = not tensors
+                own[name].copy_(from_peft(tensor, name, own[name].shape))
+        self._turn(off=not tensors)
 
     def _trained(self) -> dict[str, tuple[str, nn.Parameter]]:
         """peft's name → (name in the `HeadedLM`, parameter)."""
@@ -179,6 +194,9 @@ class Adapters:
         for name, layer in self.layers.items():
             for part, parameter in layer.parts().items():
                 peft = "lora_magnitude_vector" if part == "magnitude" else part
+                found[f"{PEFT_PREFIX}{name}.{peft}"] = f"lm.{name}.{part}", parameter
+        for name, experts in self.experts.items():
+            for peft, (part, parameter) in experts.parts().items():
                 found[f"{PEFT_PREFIX}{name}.{peft}"] = f"lm.{name}.{part}", parameter
         return found
 
@@ -202,16 +220,19 @@ def adapted_layers(lm: Any, config: LoRAConfig) -> list[str]:
         problem = None
         if module is output or isinstance(module, nn.Embedding):
             problem = "is an embedding or the output layer, which may share its weight with another"
+        elif is_experts(name, module):
+            problem = "are experts, whose adapters have no norms: leave out lora.dora" if config.dora else None
         elif not isinstance(module, LINEAR):
-            problem = f"is a {type(module).__name__}, such as the experts of a mixture, and no linear layer"
+            problem = f"is a {type(module).__name__}, and no linear layer"
         if problem is not None:
             raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {name} {problem}")
         found.append(name)
     missing = [each for each in config.target_modules if not any(_is_named(name, [each]) for name in found)]
     if missing:
+        experts = {EXPERTS for name, module in lm.named_modules() if is_experts(name, module)}
         raise ValueError(
             f"lora.target_modules: {missing} is not allowed: a {type(lm).__name__} has no such layer; it has "
-            + ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers(lm)}))
+            + ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers(lm)} | experts))
         )
     return found
 

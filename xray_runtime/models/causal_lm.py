@@ -344,5 +344,5 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     else:
         kind = transformers.AutoTokenizer
     loaded: Tokenizer = kind.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
-    loaded.pictures = picture_tokens(Path(directory))
+    loaded.pictures = picture_tokens(Path(directory), loaded)
     return loaded

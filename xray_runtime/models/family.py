@@ -127,15 +127,29 @@ class Auxiliary:
 
 @dataclass(frozen=True)
 class Pictures:
-    """How a family reads pictures, where transformers gives their features as `get_image_features` and positions as
-    `get_rope_index`."""
+    """How a family reads pictures, where transformers gives their features as `get_image_features`."""
 
-    tower: str
-    """The part that reads them; it is never trained."""
-    tokens: tuple[str, str, str]
-    """Fields of the config: the ids before a picture, of each of its tokens, and after it."""
-    count: Callable[[Any, int, int], int]
-    """(transformers' image processor, width, height) → number of tokens."""
+    towers: tuple[str, ...]
+    """The parts that read them; they are never trained."""
+    written: tuple[str, ...]
+    """Fields of the config: the ids with which a prompt writes a picture. `image_token_id` is one of them."""
+    layout: Callable[[Any, Any, Mapping[str, Any], int, int], list[int]]
+    """(transformers' image processor, tokenizer, `config.json`, width, height) → the ids in place of
+    `image_token_id`, without `around`; the tower's features stand where that is one of them."""
+    encoded: Callable[[Tensor], dict[str, Any]]
+    """Features [1 + D, N, H] of all pictures of a batch → the output of transformers' `get_image_features`."""
+    has_grid: bool
+    """Positions follow each picture's grid of patches (`get_rope_index`)."""
+    around: str | None = None
+    """A token on both sides of `layout`."""
+
+
+def token_id(tokenizer: Any, token: str) -> int:
+    """The id of an added token. Raises ValueError: there is none."""
+    number: int | None = tokenizer.get_added_vocab().get(token)
+    if number is None:
+        raise ValueError(f"the tokenizer has no token {token}, with which pictures are written")
+    return number
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ class HeadedLM(nn.Module):
         self.pictures: PictureReader | None = None
         """Set where rows have pictures."""
         if family.pictures is not None:
-            lm.get_submodule(family.pictures.tower).requires_grad_(False)
+            for tower in family.pictures.towers:
+                lm.get_submodule(tower).requires_grad_(False)
         known = family.auxiliary
         self.noted = known if known and hasattr(lm.config, known.option) else None
         """The output of its own that training notes."""

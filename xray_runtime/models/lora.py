@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,8 @@ from xray_runtime.kernel.config.section import Positive, Section
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a Llama, without its output layer."""
+EXPERTS = "experts"
+"""The experts of a mixture, as `target_modules` and transformers call them."""
 
 
 class LoRAConfig(Section):
@@ -25,8 +28,8 @@ class LoRAConfig(Section):
     dora: bool = False
     """Train the norm of each row of the matrix by itself (DoRA, Liu et al. 2024)."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer and
-    a mixture's experts."""
+    """Names of the linear layers with adapters, such as `[q_proj, v_proj]`, and `experts`, of which each gets its own;
+    None: all linear layers but the output layer."""
 
     publish: Literal["merged", "adapter"] = "merged"
     """`merged`: checkpoints have whole weights, and the adapter beside them. `adapter`: they have the adapter alone,
@@ -38,9 +41,10 @@ class LoRAConfig(Section):
         """The factor of B·A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-    def peft_fields(self, base: str | None, layers: list[str]) -> dict[str, Any]:
+    def peft_fields(self, base: str | None, layers: list[str], matrices: Sequence[str] = ()) -> dict[str, Any]:
         """The content of peft's adapter_config.json for adapters in `layers` (the last parts of their names) of the
-        model `base`."""
+        model `base`, and in these `matrices` of its experts."""
+        experts = {"target_parameters": [f"{EXPERTS}.{name}" for name in matrices]} if matrices else {}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -53,4 +57,4 @@ class LoRAConfig(Section):
             "target_modules": layers,
             "bias": "none",
             "inference_mode": True,
-        }
+        } | experts

@@ -13,17 +13,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from xray_runtime.data.pictures import ENDINGS, PictureFiles, PictureTokens, pictures_in
-from xray_runtime.models.family import family_of
+from xray_runtime.data.pictures import PictureFiles, PictureTokens, pictures_in, read_picture
+from xray_runtime.data.tokenizer import Tokenizer
+from xray_runtime.models.family import family_of, token_id
 
 PROCESSOR = "preprocessor_config.json"
 CACHE_BYTES = 2**28
-"""Bytes of pictures' numbers, and of features, that are kept."""
+"""Bytes of features that are kept."""
 
 
 class TensorCache:
@@ -46,14 +47,6 @@ class TensorCache:
             return tensor
 
 
-class PictureSize(NamedTuple):
-    """The size of a picture for the model."""
-
-    grid: Tensor
-    """Time, rows and columns of its patches [1, 3]."""
-    num_tokens: int
-
-
 def load_processor(name: str) -> Any:
     """transformers' image processor of a directory or a hub name, by pillow."""
     # The package would import the processors of videos, too, which want torchvision.
@@ -69,18 +62,23 @@ def copy_processor(model: str, directory: Path) -> None:
         load_processor(model).save_pretrained(directory)
 
 
-def picture_tokens(directory: Path) -> PictureTokens | None:
+def picture_tokens(directory: Path, tokenizer: Tokenizer) -> PictureTokens | None:
     """How prompts of the model in `directory` write pictures; None: it reads none."""
-    config = directory / "config.json"
-    content = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    family = family_of(content.get("model_type")).pictures
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    family = family_of(config.get("model_type")).pictures
     if family is None:
         return None
     processor = load_processor(str(directory))
-    before, token, after = (content[field] for field in family.tokens)
-    return PictureTokens(
-        before, token, after, lambda width, height: family.count(processor, width, height), processor.to_json_string()
-    )
+
+    def layout(width: int, height: int) -> list[int]:
+        return family.layout(processor, tokenizer, config, width, height)
+
+    written = tuple(config[field] for field in family.written)
+    # Models with one processor may make different numbers of tokens of a tile.
+    rule = processor.to_json_string() + ("" if family.has_grid else str(len(layout(1, 1))))
+    around = () if family.around is None else (token_id(tokenizer, family.around),)
+    return PictureTokens(written, config["image_token_id"], layout, around, rule)
 
 
 class PictureReader:
@@ -90,86 +88,95 @@ class PictureReader:
         lm: the model.
         checkpoint: its directory, with its processor's config.
         folders: of pictures.
+        tokenizer: `causal_lm.load_tokenizer` of `checkpoint`.
     """
 
-    def __init__(self, lm: Any, checkpoint: Path, folders: Sequence[Path]) -> None:
-        family = family_of(lm.config.model_type).pictures
+    def __init__(self, lm: Any, checkpoint: Path, folders: Sequence[Path], tokenizer: Tokenizer) -> None:
+        family, written = family_of(lm.config.model_type).pictures, PictureTokens.of(tokenizer)
         assert family is not None
-        self._lm, self._family, self._files = lm, family, PictureFiles(folders)
+        assert written is not None
+        self._lm, self._family, self._files, self._written = lm, family, PictureFiles(folders), written
         self._processor = load_processor(str(checkpoint))
-        self._token: int = getattr(lm.config, family.tokens[1])
-        self._sizes: dict[str, PictureSize] = {}
-        self._pixels, self._features = TensorCache(self._read), TensorCache(self._compute)
+        self._layouts: dict[str, Tensor] = {}
+        self._grids: dict[str, Tensor] = {}
+        self._features = TensorCache(self._compute)
 
-    def size(self, digest: str) -> PictureSize:
-        """Raises ValueError: there is no such picture, or it is damaged."""
-        if digest not in self._sizes:
-            self._pixels(digest)
-        return self._sizes[digest]
+    def layout(self, digest: str) -> Tensor:
+        """The ids of a picture's tokens. Raises ValueError: there is no such picture, or it is damaged."""
+        if digest not in self._layouts:
+            image, _ = read_picture(self._files.path(digest))
+            self._layouts[digest] = torch.tensor(self._written.layout(*image.size))
+        return self._layouts[digest]
 
-    def _read(self, digest: str) -> Tensor:
-        """[patches, numbers of a patch]"""
-        from PIL import Image
-
-        with Image.open(self._files.path(digest), formats=list(ENDINGS)) as image:
-            found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
-            count = self._family.count(self._processor, *image.size)
-        self._sizes[digest] = PictureSize(found["image_grid_thw"], count)
-        pixels: Tensor = found["pixel_values"]
-        return pixels
+    def read(self, digest: str) -> dict[str, Tensor]:
+        """The output of transformers' processor for one picture."""
+        image, _ = read_picture(self._files.path(digest))
+        return dict(self._processor(images=[image], return_tensors="pt"))
 
     def in_rows(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The pictures of rows of ids, in order."""
-        return [digest for ids in rows for digest in pictures_in(ids, lambda one: self.size(one).num_tokens)]
+        return [digest for ids in rows for digest in pictures_in(ids, lambda one: len(self.layout(one)))]
 
-    def as_tokens(self, ids: Tensor) -> Tensor:
-        """Ids as transformers has them."""
-        return ids.masked_fill(ids < 0, self._token)
+    def as_tokens(self, ids: Tensor, digests: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """(ids as transformers has them, where the tower's features stand) of ids with these pictures, in order."""
+        tokens = ids.clone()
+        tokens[ids < 0] = torch.cat([self.layout(digest) for digest in digests]).to(ids)
+        return tokens, (ids < 0) & (tokens == self._written.token)
 
-    def grids(self, digests: Sequence[str]) -> Tensor:
-        """[pictures, 3]"""
-        return torch.cat([self.size(digest).grid for digest in digests])
+    def features(self, digests: Sequence[str]) -> Tensor:
+        """[1 + D, N, H] of pictures; D: layers of the language model that get features of their own (DeepStack)."""
+        return torch.cat([self._features(digest) for digest in digests], 1)
 
-    def pixels(self, digests: Sequence[str]) -> Tensor:
-        """[patches of all pictures, numbers of a patch]"""
-        return torch.cat([self._pixels(digest) for digest in digests])
-
-    def entering(self, ids: Tensor) -> dict[str, Tensor]:
+    def entering(self, ids: Tensor) -> dict[str, Any]:
         """The input of the language model for padded rows of ids [B, S]: embeddings and positions, or only ids of rows
         without pictures."""
-        is_picture = ids < 0
-        if not bool(is_picture.any()):
+        if not bool((ids < 0).any()):
             return {"input_ids": ids}
-        digests, device = self.in_rows(ids.tolist()), ids.device
-        with torch.no_grad():
-            features = torch.cat([self._features(digest) for digest in digests])
-        embeddings = self._lm.get_input_embeddings()(ids.clamp(min=0))
-        embeddings = embeddings.masked_scatter(is_picture[..., None], features.to(embeddings))
-        positions, _ = self._lm.model.get_rope_index(
-            self.as_tokens(ids), mm_token_type_ids=is_picture.int(), image_grid_thw=self.grids(digests).to(device)
-        )
-        return {"inputs_embeds": embeddings, "position_ids": positions}
+        digests = self.in_rows(ids.tolist())
+        tokens, is_feature = self.as_tokens(ids, digests)
+        embeddings = self._lm.get_input_embeddings()(tokens)
+        first, *deep = self.features(digests).to(embeddings)
+        given: dict[str, Any] = {"inputs_embeds": embeddings.masked_scatter(is_feature[..., None], first)}
+        if deep:
+            given |= {"visual_pos_masks": is_feature, "deepstack_visual_embeds": deep}
+        if self._family.has_grid:
+            given["position_ids"], _ = self._lm.model.get_rope_index(tokens, **self._grid(digests, is_feature))
+        return given
 
+    def prompting(self, ids: Tensor) -> dict[str, Any]:
+        """The input of transformers' `generate` for prompts [B, S], padded on the left; the attention mask apart."""
+        if not bool((ids < 0).any()):
+            return {"input_ids": ids}
+        digests = self.in_rows(ids.tolist())
+        tokens, is_feature = self.as_tokens(ids, digests)
+        features = self.features(digests).to(self._lm.get_input_embeddings().weight)
+        encoded = {"image": SimpleNamespace(**self._family.encoded(features))}
+        return {"input_ids": tokens, "mm_encoder_outputs": encoded} | self._grid(digests, is_feature)
+
+    def _grid(self, digests: Sequence[str], is_feature: Tensor) -> dict[str, Tensor]:
+        """The arguments of positions that follow a grid."""
+        if not self._family.has_grid:
+            return {}
+        grids = torch.cat([self._grids[digest] for digest in digests]).to(is_feature.device)
+        return {"mm_token_type_ids": is_feature.int(), "image_grid_thw": grids}
+
+    @torch.no_grad()
     def _compute(self, digest: str) -> Tensor:
-        """Features [tokens, H] of a picture."""
-        device = self._lm.get_input_embeddings().weight.device
-        return features_of(self._lm, self._pixels(digest).to(device), self.size(digest).grid.to(device))
+        """Features [1 + D, N, H] of a picture."""
+        device, read = self._lm.get_input_embeddings().weight.device, self.read(digest)
+        features = features_of(self._lm, {name: tensor.to(device) for name, tensor in read.items()})
+        if self._family.has_grid:
+            self._grids[digest] = read["image_grid_thw"]
+        expected = int((self.layout(digest) == self._written.token).sum())
+        if features.shape[1] != expected:
+            # transformers' own arithmetic of sizes, and that of a tower, may be those of two configs.
+            raise ValueError(f"the picture {digest} has {features.shape[1]} features for {expected} tokens")
+        return features
 
 
-def features_of(lm: Any, pixels: Tensor, grid: Tensor) -> Tensor:
-    """Features [tokens, H] of one picture, by the class's own method."""
-    # `type`: an instance's may be `one_by_one`.
-    out = type(lm.model).get_image_features(lm.model, pixels, grid, return_dict=True)
-    found: Tensor = torch.cat(tuple(out.pooler_output))
-    return found
-
-
-def read_one_by_one(lm: Any) -> None:
-    """Have transformers' own forward take each picture through the tower by itself."""
-
-    def one_by_one(pixel_values: Tensor, image_grid_thw: Tensor, **options: Any) -> Any:
-        parts = pixel_values.split(image_grid_thw.prod(-1).tolist())
-        found = [features_of(lm, part, grid[None]) for part, grid in zip(parts, image_grid_thw, strict=True)]
-        return SimpleNamespace(pooler_output=tuple(found))
-
-    lm.model.get_image_features = one_by_one
+def features_of(lm: Any, read: dict[str, Tensor]) -> Tensor:
+    """Features [1 + D, N, H] of one picture, of what the processor `read` in it."""
+    out = lm.model.get_image_features(**read, return_dict=True)
+    parts = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+    # transformers has tensors by picture, or one of all tiles.
+    return torch.stack([torch.cat(tuple(part)) for part in parts])

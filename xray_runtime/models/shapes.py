@@ -14,7 +14,7 @@ from typing import Any
 from xray_runtime.models.config import FreshBase
 from xray_runtime.models.context import positions
 from xray_runtime.models.family import LayerSizes, family_of
-from xray_runtime.models.lora import LINEAR_LAYERS
+from xray_runtime.models.lora import EXPERTS, LINEAR_LAYERS
 
 _FIELDS = (
     "model_type",
@@ -280,10 +280,17 @@ def lora_parameters(
     """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them. Tensor-parallel
     ranks split the side that the matrix is split on; the other, of the hidden size, each has whole.
 
-    `targets` names the projections; None, or a name no Llama has: all of them.
+    `targets` names the projections; None, or a name no Llama has: all of them. A mixture's feed-forward layers are
+    experts, each with adapters of its own where `targets` has `experts`.
     """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     sizes = dict(zip(LINEAR_LAYERS, (q, kv, kv, q, *(shape.intermediate_size,) * 3), strict=True))
-    known = targets is not None and all(name in sizes for name in targets)
+    per_layer = 0
+    if (experts := shape.experts) is not None:
+        sizes = {name: sizes[name] for name in LINEAR_LAYERS[:4]}
+        if EXPERTS in (targets or ()):
+            # Gates and up projections are one matrix.
+            per_layer = experts.number * (2 * h + 3 * experts.width)
+    known = targets is not None and all(name in sizes or name == EXPERTS for name in targets)
     chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
-    return ceil_div(shape.num_layers, pp) * rank * sum(h + ceil_div(size, tp) for size in chosen)
+    return ceil_div(shape.num_layers, pp) * rank * (per_layer + sum(h + ceil_div(size, tp) for size in chosen))

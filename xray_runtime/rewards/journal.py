@@ -2,6 +2,7 @@
 
     answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …, "seal": …}
                      {"key": …, "source": "environment", "step": …, "answer": {…}, "seal": …} or with "failure": why
+                     likewise of a teacher behind an address
 
 A key is a digest of source, step, row, prompt and reply, or of an episode so far. Incomplete lines, and lines that are
 not sealed with the run's key, are dropped and requested again. With a shared store each batch of lines is first written
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWERS, SEAL = "answers.jsonl", "seal"
-RECORDED = "recorded"
+RECORDED, ANSWER = "recorded", "answer"
 PUBLISHED = ("key", "source", "step", "score")
 
 
@@ -131,6 +132,9 @@ def publish_answers(journal: Journal, out: Path) -> None:
     """Write the recorded answers into the checkpoint `out`, in an order that does not depend on time."""
     lines = []
     for entry in journal.recorded():
+        if ANSWER in entry:
+            lines.append(json.dumps({name: entry[name] for name in (*PUBLISHED[:3], ANSWER)}) + "\n")
+            continue
         # A judge's reasons are long; only those of failures are ever read again.
         why = {} if entry["score"] is not None else {"why": entry["why"]}
         lines.append(json.dumps({name: entry[name] for name in PUBLISHED} | why) + "\n")
@@ -147,6 +151,10 @@ def restore_answers(checkpoint: Path, journal: Journal) -> set[str]:
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
         try:
             read = json.loads(line)
+            if isinstance(read.get(ANSWER), dict):
+                given = {"key": str(read["key"]), "source": str(read["source"]), "step": int(read["step"])}
+                entries.append(given | {ANSWER: read[ANSWER], RECORDED: True})
+                continue
             key, source, step, value = (read[name] for name in PUBLISHED)
             score = Score(math.nan if value is None else float(value), read.get("why"))
             entries.append(_line(str(key), str(source), int(step), score) | {RECORDED: True})

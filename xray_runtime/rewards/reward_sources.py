@@ -98,7 +98,7 @@ class RewardSources:
             ValueError: the dataset lacks a column, or a function does not return scores.
         """
         if not self.weights:
-            return SourceScores({}, {})
+            return SourceScores({}, {}, num_replies=len(replies))
         texts = [prompt_text(messages) for messages in prompts]
         batch = Batch(texts, replies, prompts, columns, {"stage": self._stage, "step": step})
         applies = {source: self._external.applies(source, batch) for source in self._sources}

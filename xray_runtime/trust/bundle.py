@@ -6,7 +6,8 @@ it can be imported into another output directory and its MLflow. It also holds
     index.html                one page: lineage, curves, judgements, conversations, licences
     provenance.intoto.jsonl   every checkpoint's signed statement, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
-    bom.cdx.json              CycloneDX bill of materials: `bom`
+    bom.cdx.json, bom.spdx.json, croissant/, openlineage.jsonl, ai-act.md
+                              what it was made of, in public forms: `bills`
     source/                   the log that they come from, as public tools read it: `published_log`
     log.jsonl                 lists the checkpoints and these files, signed with the exporter's key
 """
@@ -41,7 +42,8 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import is_safe
 from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
 from xray_runtime.trust.audit.checkpoints import Audit, audit
-from xray_runtime.trust.bom import bill_of_materials, to_json
+from xray_runtime.trust.bills import BILLS, CROISSANT, write_bills
+from xray_runtime.trust.bills.history import History
 from xray_runtime.trust.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
 from xray_runtime.trust.log import append, log_checkpoints
 from xray_runtime.trust.page import write_html
@@ -49,7 +51,7 @@ from xray_runtime.trust.published_log import SOURCE, publish_log
 from xray_runtime.trust.retention import with_history
 from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, signing_key
 
-PAGE, PROVENANCE, BILL = "index.html", "provenance.intoto.jsonl", "bom.cdx.json"
+PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
     "cannot be known: when anything was signed. Times are the signer's; nobody else stamped them",
     "cannot be known: that the code did what it says, or what ran outside of X-ray: services, judges, people",
@@ -107,7 +109,7 @@ def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> No
     (target / PROVENANCE).write_bytes(b"".join(read_bounded(path) for path in statements if path.is_file()))
     # An audit of the bundle names a statement that cannot be read.
     with contextlib.suppress(OSError, ValueError):
-        (target / BILL).write_bytes(to_json(bill_of_materials(store.graph, node, chosen)))
+        write_bills(History(store.output, store.graph, node, chosen), target)
     publish_log(store.output, set(chosen), target / SOURCE)
     files = digests(target, list(target.iterdir()))
     exported = {store.graph.nodes[sha].directory.name: sha for sha in chosen}
@@ -219,7 +221,8 @@ def _strays(store: LineageStore) -> Iterator[Finding]:
     """Entries of a bundle that `export` does not write; the audit has looked into checkpoints and records."""
     nodes = {node.directory.name for node in store.graph.nodes.values()}
     allowed = {
-        "": {CHECKPOINTS, RECORDS, "keys", LOG, END, PAGE, PROVENANCE, BILL, SOURCE},
+        "": {CHECKPOINTS, RECORDS, "keys", LOG, END, PAGE, PROVENANCE, SOURCE, CROISSANT, *BILLS},
+        CROISSANT: {f"{name}.json" for name in nodes},
         CHECKPOINTS: nodes | {path.name for path in store.graph.unreadable},
         RECORDS: nodes,
         "keys": {PUBLIC, TRUSTED, RETIRED},

@@ -145,9 +145,12 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
             f"REF: {node.name} is not allowed: time decided its schedule (in_flight_updates), and no ledger holds the "
             f"replies of all iterations to {last}"
         )
-    if (terms := recorded_sources(config)) and not (node.directory / ANSWERS).is_file():
+    names = [term.name for term in recorded_sources(config)]
+    if isinstance(config, PPOConfig) and config.distillation is not None and config.distillation.server is not None:
+        names.append("the teacher's server")
+    if names and not (node.directory / ANSWERS).is_file():
         raise ConfigError(
-            f"REF: {node.name} is not allowed: {terms[0].name} might answer differently, and the checkpoint does not "
+            f"REF: {node.name} is not allowed: {names[0]} might answer differently, and the checkpoint does not "
             "hold its answers (ledger.keep = 'none', or ledger.tokens = 'hashed')"
         )
     for role, sha256 in manifest.parents.items():

@@ -1,7 +1,4 @@
-"""Numbers of a ledger that people look at: how rewards spread over iterations, and what each sampled token was given.
-
-The ledger keeps the log-probabilities of sampled tokens alone, so their entropy is not in it.
-"""
+"""Numbers of a ledger that people look at: how rewards spread over iterations, and the numbers of single tokens."""
 
 from __future__ import annotations
 
@@ -41,6 +38,12 @@ MEASURES = {
         "log-probability minus the reference's, nats: above 0 the policy wants it more than the reference",
         ("logprobs", "ref_logprobs"),
         np.subtract,
+    ),
+    "entropy": TokenMeasure(
+        "entropy",
+        "of the policy's distribution where the token was drawn, nats: 0 where nothing else could come",
+        ("entropy",),
+        np.array,
     ),
     "advantage": TokenMeasure(
         "advantage", "above 0 the update makes the token likelier, below 0 rarer", ("advantages",), np.array

@@ -151,13 +151,26 @@ class IterationDiff:
     """The first reply of each iteration to one prompt (`data.ledger.readable`), by the change of the reward."""
 
 
-def diff_iterations(node: Node, first: int, second: int, limit: int | None) -> IterationDiff:
+def same_prompts(one: Node, other: Node) -> bool:
+    """Whether two policies learned from the prompts of one dataset, whose rows the ledgers number."""
+    return one.manifest.parents.get("prompts") == other.manifest.parents.get("prompts")
+
+
+def diff_iterations(node: Node, first: int, second: int, limit: int | None, other: Node | None = None) -> IterationDiff:
     """The change from one iteration to another: of the rewards, and of the replies to the prompts of both.
 
-    Raises ConfigError where an iteration is not in the ledger, or a file is damaged.
+    Args:
+        other: the policy of the second iteration; None: the same one.
+
+    Raises ConfigError where an iteration is not in the ledger, a file is damaged, or the two had other prompts.
     """
-    require_ledger(node, first, second)
-    tables = [read_iteration(node, number, lists=False).table for number in (first, second)]
+    other = other or node
+    if not same_prompts(node, other):
+        raise ConfigError(f"with: {other.name} is not allowed: its prompts are of another dataset than {node.name}'s")
+    of = [(node, first), (other, second)]
+    for each, number in of:
+        require_ledger(each, number)
+    tables = [read_iteration(each, number, lists=False).table for each, number in of]
     rewards = [_values(table, "reward") for table in tables]
     summary = []
     for number, found in zip((first, second), rewards, strict=True):
@@ -171,7 +184,7 @@ def diff_iterations(node: Node, first: int, second: int, limit: int | None) -> I
     change = [rewards[1][places[1][p]] - rewards[0][places[0][p]] for p in common]
     chosen = [common[i] for i in np.argsort(change, kind="stable")][:limit]
     sides = []
-    for number, of in zip((first, second), places, strict=True):
-        rows = np.array([[number, of[prompt]] for prompt in chosen], dtype=np.int64)
-        sides.append(_as_text(node, rows.reshape(-1, 2)))
+    for (each, number), place in zip(of, places, strict=True):
+        rows = np.array([[number, place[prompt]] for prompt in chosen], dtype=np.int64)
+        sides.append(_as_text(each, rows.reshape(-1, 2)))
     return IterationDiff(summary, len(common), list(zip(*sides, strict=True)))

@@ -18,7 +18,6 @@ NONE = torch.zeros(1)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("teacher_logprobs", "teacher_logprobs is not allowed: it needs a teacher, which no method has"),
         (
             "ref_logprobs",
             "ref_logprobs was not read when the function was tried, so it is not there: read it in every call",

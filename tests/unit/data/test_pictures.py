@@ -6,6 +6,8 @@ import base64
 import hashlib
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from PIL import Image
 from tests.message_texts import Messages
 from tests.unit.methods.prepare.prepared import prepare
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.pairs import PreferenceExample, write_pairs
 from xray_runtime.data.pictures import (
     PLACEHOLDER,
     PictureFiles,
@@ -26,12 +29,14 @@ from xray_runtime.data.pictures import (
     digest_of,
     picture_ids,
     pictures_in,
+    read_picture,
+    runs,
     shown_picture,
 )
 from xray_runtime.data.published_pictures import as_html
 from xray_runtime.data.reading.forms import usual
-from xray_runtime.data.reading.pictures import PictureFolder
-from xray_runtime.data.reading.records import prompt_and_replies
+from xray_runtime.data.reading.pictures import PictureFolder, keep_pictures_of
+from xray_runtime.data.reading.records import preference, prompt_and_replies
 from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -81,7 +86,7 @@ def tokenizer() -> Any:
     found = train_tokenizer(["what is this", "and this"] * 3, 300)
     found.add_tokens(list(MARKS), special_tokens=True)
     before, token, after = found.convert_tokens_to_ids(list(MARKS))
-    found.pictures = PictureTokens(before, token, after, lambda width, height: width * height // 16, "16 pixels")
+    found.pictures = PictureTokens((before, token, after), token, lambda w, h: [token] * (w * h // 16), (), "16 pixels")
     return found
 
 
@@ -105,6 +110,59 @@ def test_prompts_and_conversations_have_the_same_ids() -> None:
     assert decode_prompts(written, [ids]) == [
         f"{shown_picture(pictures[0]['sha256'])} what? {shown_picture(pictures[1]['sha256'])}"
     ]
+
+
+OF_SMOLVLM = (
+    "<|begin|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<|picture|>' }}{% endif %}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""Reads lists of parts alone, and begins a turn otherwise where a picture comes first."""
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "expected"),
+    [
+        (f"{PLACEHOLDER}what?", 1, "<|begin|>User:[0]what?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER}{PLACEHOLDER}", 2, "<|begin|>User:[0][1]<|end|>\nAssistant:"),
+        (f"is {PLACEHOLDER} {PLACEHOLDER}?", 2, "<|begin|>User: is [0] [1]?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER} or {PLACEHOLDER}?", 2, "<|begin|>User:[0] or [1]?<|end|>\nAssistant:"),
+        (f"{PLACEHOLDER}what?", 0, f"<|begin|>User: {PLACEHOLDER}what?<|end|>\nAssistant:"),
+    ],
+)
+def test_a_template_of_parts(content: str, count: int, expected: str) -> None:
+    written = tokenizer()
+    written.chat_template, (before, token, _) = OF_SMOLVLM, written.convert_tokens_to_ids(list(MARKS))
+    written.pictures = PictureTokens((token,), token, lambda w, h: [token] * 5, (before,), "five")
+    pictures = [{"sha256": sha256(bytes([n])), "width": 8, "height": 8} for n in range(count)]
+    message: dict[str, Any] = {"role": "user", "content": content} | ({"pictures": pictures} if count else {})
+    [ids] = chat_format(written).prompts([[message]])
+    shown = "".join(
+        written.decode(run) if one is None else f"[{digests(pictures).index(one)}]" for one, run in runs(ids)
+    )
+    for number in range(count):
+        shown = shown.replace(f"{MARKS[0]}[{number}]{MARKS[0]}", f"[{number}]")
+    assert shown == expected
+    reply = {"role": "assistant", "content": "red"}
+    [row] = chat_format(written).turns([([message, reply], [1])])
+    assert row.ids[: len(ids)] == ids
+    assert written.decode(row.ids[slice(*row.spans[0])]) == " red<|end|>"
+
+
+def test_a_template_that_leaves_pictures_out_is_refused(message_texts: Messages) -> None:
+    written = tokenizer()
+    _, token, _ = written.convert_tokens_to_ids(list(MARKS))
+    written.chat_template = OF_SMOLVLM.replace("{{ '<|picture|>' }}", "")
+    written.pictures = PictureTokens((token,), token, lambda w, h: [token] * 5, (), "five")
+    pictures = [{"sha256": sha256(b""), "width": 8, "height": 8}]
+    with message_texts.raises(ValueError):
+        chat_format(written).prompts([[{"role": "user", "content": f"{PLACEHOLDER}what?", "pictures": pictures}]])
+
+
+def digests(pictures: list[dict[str, Any]]) -> list[str]:
+    return [one["sha256"][:31] for one in pictures]
 
 
 def test_a_text_forges_no_picture() -> None:
@@ -290,3 +348,76 @@ def test_pages_escape_what_stands_around_a_picture() -> None:
     assert f'src="/p/{digest}"' in as_html(text, "/p/{}".format)
     assert "<b>" not in as_html(text, "/p/{}".format)
     assert as_html(text, lambda _: None) == f"&lt;b&gt;&lt;image {digest}&gt;&lt;/b&gt;"
+
+
+def test_pairs_keep_the_pictures_of_their_prompts(tmp_path: Path) -> None:
+    content, source, out = picture(1), tmp_path / "source", tmp_path / "out"
+    out.mkdir()
+    record = {"prompt": USER["content"], "chosen": "red", "rejected": "blue", "image": content}
+    pair = preference("row 1", PictureFolder(source, None).store("row 1", record))
+    assert pair is not None
+    prompt, chosen, rejected = pair
+    PictureFolder(source, None).store("row 2", {"image": picture(2)})
+    write_pairs(out / "train.arrow", PreferenceExample, [PreferenceExample("1", prompt, *texts_of(chosen, rejected))])
+    for _ in range(2):
+        assert keep_pictures_of(out / "pictures", [out / "train.arrow", out / "none"], [source]) == 1
+        assert [file.read_bytes() for file in (out / "pictures").iterdir()] == [content]
+    write_pairs(out / "train.arrow", PreferenceExample, [])
+    assert keep_pictures_of(out / "pictures", [out / "train.arrow"], [source]) == 0
+    assert not (out / "pictures").exists()
+
+
+def texts_of(*messages: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_pictures_in_replies_are_refused(side: str, tmp_path: Path, message_texts: Messages) -> None:
+    parts = [{"type": "image", "image": picture(1)}, {"type": "text", "text": "red"}]
+    record = {"prompt": "what?", "chosen": "red", "rejected": "blue"} | {
+        side: [{"role": "assistant", "content": parts}]
+    }
+    with message_texts.raises(ValueError):
+        preference("row 1", PictureFolder(tmp_path / "pictures", None).store("row 1", record))
+
+
+def stored(tmp_path: Path, image: Any, form: str, **options: Any) -> tuple[int, int]:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    one = PictureFolder(tmp_path / "pictures", None).store("row 1", {"image": content.getvalue()})["images"][0]
+    return one.width, one.height
+
+
+def test_treatment_of_unusual_pictures(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert stored(tmp_path, Image.new("RGB", (20, 10)), "JPEG", exif=exif) == (10, 20)
+    assert stored(tmp_path, Image.new("CMYK", (20, 10)), "JPEG") == (20, 10)
+    assert stored(tmp_path, Image.new("RGBA", (20, 10), (9, 8, 7, 0)), "PNG") == (20, 10)
+    frames = [Image.new("RGB", (20, 10), color) for color in ("red", "blue")]
+    assert stored(tmp_path, frames[0], "GIF", save_all=True, append_images=frames[1:]) == (20, 10)
+    read = {file.suffix: read_picture(file)[0] for file in (tmp_path / "pictures").iterdir()}
+    assert read[".png"].getpixel((0, 0)) == (9, 8, 7)  # without its transparency
+    assert read[".gif"].getpixel((0, 0)) == pytest.approx((255, 0, 0), abs=8)  # its first frame
+    assert {image.mode for image in read.values()} == {"RGB"}
+
+
+def bomb() -> bytes:
+    """A PNG of 100 bytes that says it has 40,000 × 40,000 pixels."""
+    content = io.BytesIO()
+    Image.new("1", (8, 8)).save(content, "PNG")
+    head = b"IHDR" + struct.pack(">II", 40_000, 40_000) + content.getvalue()[24:29]
+    return content.getvalue()[:12] + head + struct.pack(">I", zlib.crc32(head)) + content.getvalue()[33:]
+
+
+def deep() -> bytes:
+    content = io.BytesIO()
+    Image.new("I;16", (8, 8)).save(content, "PNG")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("content", [b"", bomb(), deep()], ids=["empty", "bomb", "16 bits"])
+def test_unreadable_pictures_are_refused(content: bytes, tmp_path: Path, message_texts: Messages) -> None:
+    with message_texts.raises(ValueError):
+        PictureFolder(tmp_path / "pictures", None).store("row 1", {"image": content})
+    assert not (tmp_path / "pictures").exists()

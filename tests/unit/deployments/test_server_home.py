@@ -115,8 +115,17 @@ def test_environment_of_services(home: ServerHome, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("XRAY_SIGNING_KEY")
     (home.output / "keys").mkdir(parents=True)
     (home.output / "keys" / "signing.pem").touch()
-    assert "XRAY_SIGNING_KEY" not in home.environment(State(tag="ab"))
+    home.make()
+    # A key that was put there later is not used.
+    assert home.environment(State(tag="ab"))["XRAY_SIGNING_KEY"] == str(key)
     assert found["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4201,http://localhost:4201"
+
+
+def test_the_key_of_an_older_output_directory_stays(home: ServerHome) -> None:
+    (home.output / "keys").mkdir(parents=True)
+    (home.output / "keys" / "signing.pem").touch()
+    home.make()
+    assert "XRAY_SIGNING_KEY" not in home.environment(State(tag="ab"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from tests.unit.models.families import model
-from xray_runtime.models.adapter_files import write_adapter
+from xray_runtime.models.adapter_files import read_fields, write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
 from xray_runtime.models.config import PretrainedBase, named_base
+from xray_runtime.models.expert_adapters import expert_matrices
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
+from xray_runtime.models.weight_files import overwrite
 
 TEXTS = torch.tensor([5, 9, 7, 42, 8, 3, 8, 100, 3, 11, 250, 7]), torch.tensor([6, 6])
 
@@ -150,13 +152,63 @@ def test_a_mixture_is_adapted_outside_its_experts(
     assert len(dict(module.adapters.merged(lambda name, parameter: parameter.data))) == len(names)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["experts", "gate"])
-def test_experts_and_routers_get_no_adapters(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_are_adapted_as_by_peft(tmp_path: Path, family: str) -> None:
+    from peft import PeftModel
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    mixture(family, sliding_window=8).save_pretrained(base)
+    lm: Any = load_model(base)
+    frozen = HeadedLM(load_model(base)).hidden(*TEXTS)
+    config = LoRAConfig(rank=2, alpha=6.0, target_modules=["q_proj", "experts"])
+    adapters = Adapters(lm, config, base, seed=3)
+    ours = HeadedLM(lm, adapters=adapters)
+    assert torch.equal(ours.hidden(*TEXTS), frozen)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=random)
+    hidden = ours.hidden(*TEXTS)
+    assert (hidden - frozen).abs().max() > 1e-2
+    with adapters.off():
+        assert torch.equal(ours.hidden(*TEXTS), frozen)
+    own = {n: t.clone() for n, t in adapters.unmerged(lambda name, parameter: parameter.data)}
+    write_adapter(adapter, config, own, "base", matrices=expert_matrices(lm))
+    assert read_fields(adapter).lora == config
+
+    peft = PeftModel.from_pretrained(load_model(base), str(adapter), is_trainable=True).eval()
+    theirs = HeadedLM(peft.base_model.model).hidden(*TEXTS)
+    torch.testing.assert_close(hidden, theirs, rtol=1e-5, atol=1e-6)
+    hidden.pow(3).sum().backward()
+    theirs.pow(3).sum().backward()
+    expected = {n.replace(".default.", "."): p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    found = dict(adapters.unmerged(lambda name, parameter: parameter.grad))
+    assert found.keys() == expected.keys() == own.keys()
+    for name, gradient in found.items():
+        size = expected[name].abs().max()
+        torch.testing.assert_close(gradient / size, expected[name] / size, rtol=0, atol=1e-5)
+    # As files hold them, and back from peft's form.
+    merge_into(base, adapters)
+    torch.testing.assert_close(HeadedLM(load_model(base)).hidden(*TEXTS), hidden, rtol=1e-5, atol=1e-6)
+    adapters.load({name: 2.0 * tensor for name, tensor in own.items()})
+    assert all(torch.equal(t, 2.0 * own[n]) for n, t in adapters.unmerged(lambda name, parameter: parameter.data))
+
+
+def merge_into(directory: Path, adapters: Adapters) -> None:
+    overwrite(directory, adapters.merged(lambda name, parameter: parameter.detach()), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("gate", {}), ("experts", {"dora": True})], ids=["router", "DoRA of experts"]
+)
+def test_what_of_a_mixture_gets_no_adapters(
+    tmp_path: Path, name: str, fields: dict[str, Any], message_texts: Messages
+) -> None:
     lm = mixture("qwen3_moe")
     lm.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^lora\.target_modules: ") as caught:
-        Adapters(lm, LoRAConfig(rank=2, target_modules=[name]), tmp_path, seed=0)
-    assert "\n" not in str(caught.value)
+    with message_texts.raises(ValueError):
+        Adapters(lm, LoRAConfig(rank=2, target_modules=[name], **fields), tmp_path, seed=0)
 
 
 def test_an_adapter_of_others_is_merged_into_its_base(tmp_path: Path, tiny_tokenizer: Any) -> None:

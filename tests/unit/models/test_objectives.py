@@ -114,7 +114,12 @@ def test_logprobs_are_taken_at_the_temperature(make_lm: MakeLM, as_rows: AsRows)
     lm = make_lm(1)
     got = ReferenceObjective(0.7).score(HeadedLM(lm), batch(as_rows(PAIRS))).ref_logprobs
     config = PPOStageConfig(temperature=0.7)
-    assert torch.equal(PPOObjective(config).score(HeadedLM(lm), batch(as_rows(PAIRS))).logprobs.values, got.values)
+    scores = PPOObjective(config).score(HeadedLM(lm), batch(as_rows(PAIRS)))
+    assert torch.equal(scores.logprobs.values, got.values)
+    for row, (prompt, reply) in zip(split(scores.entropy), PAIRS, strict=True):
+        logits = lm(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        assert row.tolist() == pytest.approx(expected.tolist(), rel=1e-10)
     assert got.lengths.tolist() == [4, 1, 2, 3]
     for row, (prompt, reply) in zip(split(got), PAIRS, strict=True):
         assert row.tolist() == pytest.approx(reply_logprobs(lm, prompt, reply, 0.7).tolist(), rel=1e-10)

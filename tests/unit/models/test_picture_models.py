@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL by X-ray and by transformers, with pictures: the same log-probabilities; and what is refused."""
+"""Small models that read pictures by X-ray and by transformers: the same log-probabilities; and what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from examples.squares_vlm import write_model
 from tests.message_texts import Messages
@@ -37,8 +38,10 @@ from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.picture_trial import check_pictures
 from xray_runtime.models.pictures import PictureReader, TensorCache, copy_processor, features_of
 from xray_runtime.models.published_check import check_published
+from xray_runtime.models.trial import OtherModelError
 from xray_runtime.models.weight_files import tensor_digest, tensors
 
+TOWERS = ("model.visual.", "model.vision_model.", "model.connector.")
 REPLY = [70, 71, 72, 73]
 
 
@@ -47,11 +50,24 @@ def texts(pairs: Any) -> Any:
     return as_tensors(TextBatch.of(prompts, replies))
 
 
+def reader(lm: Any, directory: Path) -> PictureReader:
+    return PictureReader(lm, directory / "base", [directory / "pictures"], load_tokenizer(directory / "base"))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base(tmp_path_factory.mktemp("vlm"), request.param)
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base as a stage writes it, and a folder of three pictures."""
-    folder = tmp_path_factory.mktemp("vlm")
-    write_model(folder / "source")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of one family."""
+    return base(tmp_path_factory.mktemp("vlm"), "qwen2_5_vl")
+
+
+def base(folder: Path, family: str) -> Path:
+    """A base as a stage writes it, and a place for pictures."""
+    write_model(folder / "source", family)
     lm, tokenizer, files, left_out = read_pretrained(str(folder / "source"))
     assert not left_out
     save_model(lm, tokenizer, folder / "base", (tokenizer.eos_token_id,), files)
@@ -84,15 +100,25 @@ def plain(directory: Path, messages: list[dict[str, Any]], ids: list[int], dtype
     lm: Any = transformers.AutoModelForImageTextToText.from_pretrained(
         directory / "base", dtype=dtype, attn_implementation="eager"
     ).eval()
-    processor = transformers.AutoImageProcessor.from_pretrained(directory / "base", backend="pil")
-    row = torch.tensor([[*ids, *REPLY]])
-    is_picture, inputs = row < 0, {}
+    processor: Any = transformers.AutoImageProcessor.from_pretrained(directory / "base", backend="pil")
+    inputs: dict[str, Any] = {}
     if messages[0].get("pictures"):
         files = [next((directory / "pictures").glob(f"{p['sha256']}*")) for p in messages[0]["pictures"]]
-        inputs = dict(processor(images=[Image.open(file).convert("RGB") for file in files], return_tensors="pt"))
-        inputs["mm_token_type_ids"] = is_picture.int()
+        images = [Image.open(file).convert("RGB") for file in files]
+        if lm.config.model_type in ("smolvlm", "idefics3"):
+            # Its processor writes the tiles of a picture into the text.
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory / "base")
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            given = Idefics3Processor(processor, tokenizer, image_seq_len=1)(images, text, return_tensors="pt")
+            assert len(given["input_ids"][0]) == len(ids)
+            ids = given.pop("input_ids")[0].tolist()
+            inputs = dict(given) | {"attention_mask": None}
+        else:
+            inputs = dict(processor(images=images, return_tensors="pt"))
+            inputs["mm_token_type_ids"] = torch.tensor([[int(n < 0) for n in (*ids, *REPLY)]])
+            ids = [lm.config.image_token_id if n < 0 else n for n in ids]
     with torch.no_grad():
-        logits = lm(input_ids=row.masked_fill(is_picture, lm.config.image_token_id), use_cache=False, **inputs).logits
+        logits = lm(input_ids=torch.tensor([[*ids, *REPLY]]), use_cache=False, **inputs).logits
     found = torch.log_softmax(logits[0, len(ids) - 1 : -1].double(), -1)
     return found.gather(1, torch.tensor(REPLY)[:, None])[:, 0]
 
@@ -103,7 +129,7 @@ def test_scores_are_those_of_transformers(directory: Path, prompts: list[Any], d
     ids = chat_format(load_tokenizer(directory / "base")).prompts(prompts)
     lm = load_model(directory / "base").to(dtype).eval()
     module = HeadedLM(lm)
-    module.pictures = PictureReader(lm, directory / "base", [directory / "pictures"])
+    module.pictures = reader(lm, directory)
     with torch.no_grad():
         scores = ReferenceObjective(1.0).score(module, texts([(prompt, REPLY) for prompt in ids]))
     for messages, prompt, found in zip(prompts, ids, scores.ref_logprobs, strict=True):
@@ -130,7 +156,7 @@ def test_replies_do_not_depend_on_the_batch(directory: Path, prompts: list[Any])
 
     together = sampler.sample(ids, [1, 2, 3], replace(sampling, repetition_penalty=1.0))
     module = HeadedLM(load_model(directory / "base").eval())
-    module.pictures = PictureReader(module.lm, directory / "base", [directory / "pictures"])
+    module.pictures = reader(module.lm, directory)
     pairs = [(prompt, reply.token_ids) for prompt, reply in zip(ids, together, strict=True)]
     with torch.no_grad():
         scores = ReferenceObjective(1.0).score(module, texts(pairs)).ref_logprobs.values
@@ -139,33 +165,34 @@ def test_replies_do_not_depend_on_the_batch(directory: Path, prompts: list[Any])
 
 def test_the_tower_is_not_trained_and_published_again(directory: Path, prompts: list[Any], tmp_path: Path) -> None:
     module = HeadedLM(load_model(directory / "base"))
-    module.pictures = PictureReader(module.lm, directory / "base", [directory / "pictures"])
+    module.pictures = reader(module.lm, directory)
     ids = chat_format(load_tokenizer(directory / "base")).prompts(prompts)
     ReferenceObjective(1.0).score(module, texts([(i, REPLY) for i in ids])).ref_logprobs.values.sum().backward()
     for name, parameter in module.lm.named_parameters():
-        assert (parameter.grad is None) == name.startswith("model.visual."), name
+        assert (parameter.grad is None) == name.startswith(TOWERS), name
+    norm = f"{module.parts.norm}.weight"
     with torch.no_grad():
-        module.lm.model.language_model.norm.weight += 1.0
+        module.lm.get_parameter(norm).add_(1.0)
     module.lm.save_pretrained(tmp_path / "out")
     copy_small_files(directory / "base", tmp_path / "out")
     before, after = (dict(tensors(each)) for each in (directory / "base", tmp_path / "out"))
     changed = {name for name in after if not torch.equal(before[name], after[name])}
-    assert changed == {"model.norm.weight"}
+    assert [*changed] == [name for name in after if norm.endswith(name) or name == "model.norm.weight"]
     written = {name: tensor_digest(after[name]) for name in changed}
     logprobs = transformers_logprobs(tmp_path / "out")
     check_published(tmp_path / "out", directory / "base", written, ("float32", logprobs))
 
 
 def test_a_base_that_reads_pictures_otherwise_is_refused(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shifted(lm: Any, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        return features_of(lm, pixels, grid).roll(1, 0)
+    def shifted(lm: Any, read: dict[str, torch.Tensor]) -> torch.Tensor:
+        return features_of(lm, read).roll(1, 1)
 
     monkeypatch.setattr("xray_runtime.models.pictures.features_of", shifted)
-    with message_texts.raises(ValueError) as caught:
-        check_pictures(load_model(directory / "base"), directory / "base", tmp_path)
-    assert "states of a picture differ by" in str(caught.value)
+    tokenizer = load_tokenizer(directory / "base")
+    with pytest.raises(OtherModelError, match="states of a picture differ by"):
+        check_pictures(load_model(directory / "base"), directory / "base", tmp_path, tokenizer)
 
 
 def test_little_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,22 +232,22 @@ REFUSED: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("layout", "training"), REFUSED)
-def test_layouts_that_are_refused(layout: Any, training: Any, directory: Path, message_texts: Messages) -> None:
+def test_layouts_that_are_refused(layout: Any, training: Any, one: Path, message_texts: Messages) -> None:
     with message_texts.raises(ValueError):
-        with_pictures({"policy": spec(directory, DeepSpeedConfig(**layout), **training)}, ())
+        with_pictures({"policy": spec(one, DeepSpeedConfig(**layout), **training)}, ())
 
 
-def test_engines_that_are_refused(directory: Path, message_texts: Messages) -> None:
+def test_engines_that_are_refused(one: Path, message_texts: Messages) -> None:
     with message_texts.raises(ValueError):
-        with_pictures({"policy": spec(directory, FSDP2Config())}, ())
+        with_pictures({"policy": spec(one, FSDP2Config())}, ())
     with message_texts.raises(ValueError):
         frozen = FrozenConfig(zero_stage=3, num_workhorses=2)
-        with_pictures({"reference": ModelSpec(directory / "base", ReferenceObjective(1.0), frozen=frozen)}, ())
-    generator, folders = GeneratorSpec(directory / "base", 64, VLLMConfig()), (directory / "pictures",)
+        with_pictures({"reference": ModelSpec(one / "base", ReferenceObjective(1.0), frozen=frozen)}, ())
+    generator, folders = GeneratorSpec(one / "base", 64, VLLMConfig()), (one / "pictures",)
     with message_texts.raises(ValueError):
         with_pictures({"generator": generator}, folders)
     assert with_pictures({"generator": generator}, ()) == {"generator": generator}  # rows of text alone
     known = replace(generator, config=TransformersConfig())
     assert with_pictures({"generator": known}, folders) == {"generator": replace(known, pictures=folders)}
     with message_texts.raises(ValueError):
-        HeadedLM(load_model(directory / "base"), trainable_layers=1)
+        HeadedLM(load_model(one / "base"), trainable_layers=1)

@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, set[str]]] = {
         "evaluate": JUDGED,
     },
     "tools": {"sft": {"policy"}, "ppo": PPO, "before": {"generator"}, "after": {"generator"}},
-    "own kind": {"teacher": {"policy"}, "distill": {"student", "teacher"}},
+    "own kind": {"teacher": {"policy"}, "imitate": {"student", "teacher"}},
     "rejection sampling": {
         "sft": {"policy"},
         "best-1": {"generator"},
@@ -199,27 +199,27 @@ def lambda_score(prompts: list[str], replies: list[str]) -> list[float]:
 
 def test_a_teacher_has_the_shape_of_what_made_it(tmp_path: Path) -> None:
     graph = subject("own kind", tmp_path).recorded()
-    roles = {p.role.name: p for p in plan(graph, ONE).stages["distill"].roles}
+    roles = {p.role.name: p for p in plan(graph, ONE).stages["imitate"].roles}
     # Six more layers.
     more = 6 * (4 * 64 * 64 + 3 * 64 * 448 + 2 * 64)
     assert roles["student"].role.shape.num_parameters == PARAMETERS
     assert roles["teacher"].role.shape.num_parameters == PARAMETERS + more
     assert roles["teacher"].memory.weights == 2 * (PARAMETERS + more)
     # The trained teacher comes from the fresh model through a stage between.
-    assert base_of(graph.calls["distill"], "teacher", "")[1] == "large.model"
+    assert base_of(graph.calls["imitate"], "teacher", "")[1] == "large.model"
 
 
 def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
     """A teacher of 17 billion parameters in bfloat16, 34 GB, is split to fit GPUs of 24 GiB; its student is not."""
-    from tests.distill import distill
+    from tests.imitate import imitate
 
     wide = {"hidden_size": 4096, "num_layers": 80, "num_heads": 32, "num_kv_heads": 32, "intermediate_size": 12288}
     with recording() as graph:
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
         large = xray.fresh_base(chats, **wide, name="large")
-        distill(xray.fresh_base(chats, **SIZES), large, chats)
+        imitate(xray.fresh_base(chats, **SIZES), large, chats)
     machine = Machine(num_devices=8, memory_bytes=24 * GIB)
-    chosen, text = choose_layouts(graph.calls["distill"], machine)
+    chosen, text = choose_layouts(graph.calls["imitate"], machine)
     teacher, engine = chosen.config.frozen, chosen.config.engine
     assert isinstance(engine, EngineConfig)
     # 34 GB over the eight GPUs that both models share.
@@ -296,7 +296,7 @@ def only(graph: Graph, **changes: Any) -> str:
 
 
 def test_a_graph_without_a_plan_is_one_line(tmp_path: Path) -> None:
-    from tests.distill import DistillConfig, DistillInputs
+    from tests.imitate import ImitateConfig, ImitateInputs
 
     with recording() as nothing:
         xray.prepare(source="chitchat")
@@ -311,10 +311,10 @@ def test_a_graph_without_a_plan_is_one_line(tmp_path: Path) -> None:
     )
     shapeless = StageKind(
         "shapeless",
-        DistillConfig,
-        DistillInputs,
+        ImitateConfig,
+        ImitateInputs,
         Model,
-        "tests.distill:distill",
+        "tests.imitate:imitate",
         models=lambda config: {"judge": ModelRole(use="frozen", layout=config.frozen, field="frozen", shape=None)},
     )
     with recording() as graph:

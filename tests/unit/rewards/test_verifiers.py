@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -21,9 +22,15 @@ from xray_runtime.rewards.verifier_config import CodeVerifier, JSONSchemaVerifie
 from xray_runtime.rewards.verifiers import VerifierSource
 
 
+@functools.lru_cache(maxsize=1)
+def last_source(kind: type[Verifier], config: str) -> VerifierSource:
+    """The source of the test before, if it had the same config: its processes have imported their libraries."""
+    return VerifierSource(kind.model_validate_json(config), "verifier")
+
+
 def verify(config: Verifier, replies: Sequence[str], column: Sequence[Any]) -> list[Score]:
     batch = Batch(["p"] * len(replies), replies, [[]] * len(replies), {"answer": column})
-    return VerifierSource(config, "verifier").score(batch)
+    return last_source(type(config), config.model_dump_json()).score(batch)
 
 
 def values(config: Verifier, rows: Sequence[tuple[str, Any]]) -> list[float]:
@@ -210,6 +217,7 @@ def test_code_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sandbox_that_does_not_start_does_not_fail_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
+    last_source.cache_clear()
     for config in (CODE, RegexVerifier(pattern="x", column="answer")):
         [score] = verify(config, ["x"], ["x"])
         assert math.isnan(score.value)
@@ -218,10 +226,12 @@ def test_a_sandbox_that_does_not_start_does_not_fail_the_reply(monkeypatch: pyte
 
 def test_a_process_that_ends_by_itself_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     marker = "import os, sys\nif not os.path.exists('second'):\n    open('second', 'w').close()\n    sys.exit(3)\n"
+    last_source.cache_clear()
     # The second of a bubblewrap begins with an empty directory again.
     monkeypatch.setattr(sandbox, "confinement", lambda: "limits")
     monkeypatch.setattr(verifiers, "PROGRAM", verifiers.PROGRAM.replace("import runpy\n", f"{marker}import runpy\n"))
     assert values(RegexVerifier(pattern="x"), [("x", None)]) == [1.0]
+    last_source.cache_clear()
     monkeypatch.setattr(verifiers, "PROGRAM", "import sys; print('no library', file=sys.stderr); sys.exit(3)")
     [score] = verify(RegexVerifier(pattern="x"), ["x"], [None])
     assert score.why == "RuntimeError: the verifier's process did not start: exit code 3: no library"

@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from typer.testing import CliRunner
 
-from tests.unit.studio.world import HOSTILE, post, run_at_work, studio
+from tests.unit.studio.world import HOSTILE, post, run_at_work, studio, with_rollouts
 from tests.unit.trust.promoting import aliases
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.cli.main import app as command
@@ -27,6 +28,7 @@ from xray_runtime.kernel.evidence.view import run_lock
 from xray_runtime.kernel.history.recorded import RecordedReader, recorded_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.report.rendering import TEMPLATES, template
 from xray_runtime.live.feedback.session import read_sessions
 from xray_runtime.trust.audit.checkpoints import audit
 
@@ -234,14 +236,14 @@ def test_the_picture_of_rewards_leads_to_its_replies(output: Path) -> None:
 def test_each_token_has_its_numbers(output: Path) -> None:
     client = studio(output)
     path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
-    for by in ("logprob", "kl", "advantage", "weight", "mismatch"):
+    for by in ("logprob", "kl", "entropy", "advantage", "weight", "mismatch"):
         page = client.get(f"{path}/tokens?iteration=1&row=20&by={by}").text
         facts = re.findall(r'<span id="t(\d+)" class="(\w\d)" title="token \d+: ([^"]+)"', page)
         assert len(facts) > 3
         for n, shade, title in facts:
             assert title == (
-                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, advantage +0.500, "
-                "importance weight +1.000, trainer minus generator +0.250"
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy +0.750, "
+                "advantage +0.500, importance weight +1.000, trainer minus generator +0.250"
             )
             # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
             # half of the largest, 0.39, which few rows have.
@@ -258,11 +260,57 @@ def test_each_token_has_its_numbers(output: Path) -> None:
     for query, text in (
         ("tokens?iteration=1&row=40", "row: 40 is not allowed"),
         ("tokens?iteration=9&row=0", "--iteration: 9 is not allowed"),
-        ("tokens?iteration=1&row=0&by=entropy", "by: &#39;entropy&#39; is not allowed"),
+        ("tokens?iteration=1&row=0&by=surprise", "by: &#39;surprise&#39; is not allowed"),
         ("extremes?iteration=1&by=x", "by: &#39;x&#39; is not allowed"),
     ):
         reply = client.get(f"{path}/{query}")
         assert (reply.status_code, text in reply.text) == (400, True), reply.text
+
+
+def test_two_runs_are_compared_on_the_prompts_of_both(output: Path, tmp_path: Path) -> None:
+    other = with_rollouts(output, tmp_path / "tokenizer", 2, 30, "ppo-again")
+    client, store = studio(output), open_lineage_store(output, None)
+    path = f"/rollouts/{find('ppo-read', store).sha256[:12]}"
+    assert f'<option value="{other[:12]}">ppo-again {other[:8]}</option>' in client.get(path).text
+    page = client.get(f"{path}/diff?first=0&second=1&with={other[:12]}").text
+    assert "30 prompts are in both" in page
+    assert "<h3>ppo-read, iteration 0</h3>" in page
+    assert "<h3>ppo-again, iteration 1</h3>" in page
+    # Row 17: 119 is 39 modulo 40, less 20; 120 is 0 modulo 30, less 15.
+    assert re.findall(r"reward ([-+.\d]+) → ([-+.\d]+)", page)[0] == ("+19.000", "-15.000")
+    refused = client.get(f"{path}/diff?first=0&second=0&with=ppo-2")
+    assert (refused.status_code, "its prompts are of another dataset than ppo-read" in refused.text) == (400, True)
+
+
+def test_an_agents_episode_is_a_conversation_with_branches() -> None:
+    call = {"call": 1, "after": None, "branch": False, "seed": 1, "version": 0, "ended": True, "in_loss": True}
+    first = call | {"messages": [{"prompt": "why <b>?"}], "reply": "let me look"}
+    tool = {"role": "tool", "content": "rain"}
+    second = call | {"call": 2, "after": 1, "branch": True, "in_loss": False, "messages": [tool], "reply": "it rains"}
+    row: dict[str, Any] = {
+        "iteration": 3,
+        "row": 1,
+        "round": 0,
+        "prompt": "",
+        "prompt_row": 7,
+        "reply": "",
+        "reward": 1.0,
+    }
+    row |= {"advantage": 0.5, "used": "yes", "scores": {}, "failures": {}, "gold": None, "calls": [first, second]}
+    folders = (Path(shared.__file__).parent / "templates", TEMPLATES)
+    page = template("rows_part.html", folders).render(part=[row], node=SimpleNamespace(sha256="a" * 64), pictured=str)
+    assert '<b>prompt</b> why &lt;b&gt;?</p><p class="text"><b>policy</b> let me look</p>' in page
+    assert '<li class="branch"><small>call 2, after call 1, a branch, not in the loss</small>' in page
+    assert '<b>tool</b> rain</p><p class="text"><b>policy</b> it rains</p>' in page
+
+
+def test_what_candidates_lost_stands_beside_what_they_lost_to(output: Path) -> None:
+    text = studio(output).get("/evaluations").text
+    lost = text.partition("Where a candidate lost")[2]
+    assert "score by gold: +0.500 → -0.250" in lost
+    assert re.search(
+        r"<h4>Before</h4><p class=\"text\">a</p></div><div><h4>Candidate</h4><p class=\"text\">b</p>", lost
+    )
 
 
 def test_the_command_sorts_and_compares_as_the_page_does(output: Path) -> None:
@@ -353,6 +401,10 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     page = client.get(path).text
     seen = re.search(r'name="seen" value="(\w+)"', page)
     assert seen is not None, page
+    # One screen: gates, intervals, the canary, who may decide, and what comes next.
+    for text in ("win rate by gold", "Canary: none", "may decide", f"{NAME}@champion", "Where it lost"):
+        assert text in page
+    assert "What changed since the champion" not in page
     stale = post(client, path, seen="0" * 64, by="ada", note="good", answer="promote")
     assert (stale.status_code, "has changed since" in stale.text) == (409, True)
     nameless = post(client, path, seen=seen[1], by="", note="good", answer="promote")
@@ -361,6 +413,7 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert post(client, path, seen=seen[1], by="ada", note="good", answer="promote").status_code == 303
     assert aliases(output) == {"candidate": "1", "champion": "1"}
     assert "by ada: good" in client.get("/promote").text
+    assert "Nothing that both have was made otherwise" in client.get(path).text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
 

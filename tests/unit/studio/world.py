@@ -44,6 +44,7 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
         "reply_ids": pa.array(replies, lists),
         "rollout_logprobs": pa.array([[value - 0.25 for value in of] for of in logprobs], floats),
         "logprobs": pa.array(logprobs, floats),
+        "entropy": pa.array([[0.75] * len(of) for of in logprobs], floats),
         "ref_logprobs": pa.array([[value - n / 100 for value in of] for n, of in enumerate(logprobs)], floats),
         "advantages": pa.array([[0.5] * len(of) for of in logprobs], floats),
         "weights": pa.array([[1.0] * len(of) for of in logprobs], floats),
@@ -58,14 +59,14 @@ def shard(tokenizer: Any, iteration: int, size: int) -> bytes:
     return LedgerShard(iteration, None, pa.table(columns)).to_bytes()
 
 
-def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: int = 40) -> str:
-    """Publish a policy `ppo-read` with a tokenizer and a ledger; returns its sha256."""
+def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: int = 40, stage: str = "ppo-read") -> str:
+    """Publish a policy with a tokenizer and a ledger; returns its sha256."""
     life, tokenizer = Lifecycle(output), train_tokenizer([HOSTILE, "question 0 reply 1"] * 5, 300)
     tokenizer.save_pretrained(scratch)
     files = {path.name: path.read_bytes() for path in scratch.iterdir()}
     files |= {"config.json": b"{}", "model.safetensors": weights("read")}
     files |= {f"ledger/{n:06d}.parquet": shard(tokenizer, n, size) for n in range(num_iterations)}
-    return life.add("ppo-read", "ppo", files, {}).sha256
+    return life.add(stage, "ppo", files, {}).sha256
 
 
 def run_at_work(output: Path, stage: str, metrics: Sequence[Mapping[str, float]]) -> Path:

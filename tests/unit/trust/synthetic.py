@@ -123,6 +123,7 @@ def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> di
     return {
         "evaluation.json": json.dumps(evaluation).encode(),
         "samples.json": json.dumps(samples).encode(),
+        "lost.json": json.dumps([samples[0] | {"gold_before": 0.5, "gold_after": -0.25}]).encode(),
         "prompts.json": json.dumps(asked).encode(),
     }
 
@@ -382,6 +383,7 @@ class Lifecycle:
         left = digests(self.output, [*paths, self.output / ARTIFACTS / run_id])
         append(self.output, RunEnded(run_id=run_id, status="completed"), left)
         if self.tracker is not None:
+            self.tracker.log_datasets(run_id)
             self.tracker.tag(run_id, {LOG_TAG: view(self.output).mark})
             self.tracker.finish(run_id, "FINISHED")
 

@@ -620,6 +620,8 @@ def _sft(column: str) -> str:
     return f"(select {column} from logged_models where model_type = 'sft')"
 
 
+OF_RUN = "input_uuid in (select input_uuid from inputs where destination_id = :run)"
+
 ROWS: dict[str, list[tuple[str, ...]]] = {
     "alias-moved": [
         (ALIAS_BY_HAND,),
@@ -723,11 +725,14 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         *_updates("inputs", "step = 9 | source_type = 'RUN_OUTPUT' and source_id = :stage"),
         (_input("evil", "RUN_OUTPUT", _sft("source_run_id"), "MODEL_OUTPUT", 1),),
         (_input("evil", "APPROVED_BY", ":stage", "MODEL_INPUT", 0),),
+        (_input("evil", "RUN_INPUT", ":run", "MODEL_INPUT", 0),),
+        (f"update input_tags set value = 'training' where name = 'mlflow.data.context' and {OF_RUN}",),
         *_updates("input_tags", "value = 'evaluation' | name = 'mlflow.data.context'"),
         ("insert into input_tags select input_uuid, 'licence', 'MIT' from inputs where source_type = 'DATASET'",),
     ],
     "mlflow-input-missing": [("delete from inputs where source_type = 'RUN_INPUT' and source_id = :stage",)],
     "mlflow-dataset-changed": [
+        (f"update input_tags set value = 'x' where name = 'xray.sha256' and {OF_RUN}",),
         *_updates("datasets", "digest = 'x'", "name = 'licensed'", 'dataset_source = \'{"uri": "/evil"}\''),
         *_updates("datasets", "dataset_schema = '{}'"),
         *_updates("input_tags", "value = 'x' | name = 'xray.sha256'"),

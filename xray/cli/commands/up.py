@@ -68,8 +68,8 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         if name in variables:
             say(f"export {name}={variables[name]}")
     if KEY_VARIABLE not in variables:
-        rotate = f"xray keys rotate --output {home.output} --new-key {home.path / 'next.pem'} --note REASON"
-        say(f"the signing key lies in the directory that it signs: `{rotate}`, then export {KEY_VARIABLE}")
+        rotate = f"xray keys rotate --output {home.output} --new-key {home.path / 'signing.pem'} --note REASON"
+        say(f"the signing key lies in the directory that it signs: `{rotate}`, then `xray up` again")
     for name, database in state.databases.items():
         say(f"{name:8} keeps its records in PostgreSQL at {database}")
     say(f"output   {home.output}")

@@ -20,13 +20,16 @@ from xray_runtime.kernel.report.evaluations import Measured, SideBySide, measure
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
-from xray_runtime.live.canary import summary
+from xray_runtime.live.canary import canary_of, summary
 from xray_runtime.trust import promotion
+from xray_runtime.trust.diff import CAUSES, diff
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.page import drawing
 
 MAX_LOST = 6
-"""Samples of each evaluation that its candidate lost."""
+"""Pairs of each evaluation that its candidate lost."""
+MAX_CHANGES, MAX_CHANGE = 30, 200
+"""Differences of candidate and champion, and characters of each."""
 
 router = APIRouter()
 PAGES = Pages(
@@ -86,9 +89,9 @@ def _evaluated(store: LineageStore) -> list[Node]:
     return [n for n in nodes if n is not None and n.kind is not None and n.kind.sides and n.kind.results]
 
 
-def _evaluations(store: LineageStore) -> SideBySide:
+def _evaluations(store: LineageStore, nodes: list[Node]) -> SideBySide:
     evaluations: list[Measured] = []
-    for node in _evaluated(store):
+    for node in nodes:
         assert node.kind is not None
         try:
             evaluations.append(measured(node.kind, node.directory))
@@ -101,27 +104,26 @@ def _evaluations(store: LineageStore) -> SideBySide:
 @router.get("/evaluations")
 def evaluations(request: Request) -> Response:
     store = studio_of(request).store()
-    found = measures(_evaluations(store))
-    lost = [one for node in _evaluated(store) for one in _lost(node)]
+    nodes = _evaluated(store)
+    found, lost = measures(_evaluations(store, nodes)), [one for node in nodes for one in _lost(node)]
     return page(request, "evaluations.html", found=found, lost=lost)
 
 
 def _lost(node: Node) -> list[dict[str, Any]]:
-    """Samples of an evaluation whose reply scored lower than the one before, the largest loss first."""
+    """Pairs of an evaluation or a comparison in which its policy lost, the largest loss first."""
     found: list[dict[str, Any]] = []
     try:
-        for sample in json.loads(read_bounded(node.directory / "samples.json")):
-            for judge in ("gold", "reward"):
-                before, after = sample.get(f"{judge}_before"), sample.get(f"{judge}_after")
-                if isinstance(before, float) and isinstance(after, float) and after < before:
-                    scores = {"judge": f"{judge} score", "before_score": before, "after_score": after}
-                    texts = {name: str(sample[name]) for name in ("prompt", "before", "after")}
-                    found.append({"stage": node.manifest.stage, **scores, **texts})
-                    break
-    # The audit names it.
+        judge = node.results["judge"]
+        for pair in json.loads(read_bounded(node.directory / "lost.json"))[:MAX_LOST]:
+            before, after = ("champion", "candidate") if "candidate" in pair else ("before", "after")
+            by = judge if f"{judge}_{before}" in pair else "reward"
+            scores = {"before_score": float(pair[f"{by}_{before}"]), "after_score": float(pair[f"{by}_{after}"])}
+            texts = {"prompt": str(pair["prompt"]), "before": str(pair[before]), "after": str(pair[after])}
+            found.append({"stage": node.manifest.stage, "against": before, "judge": str(by), **scores, **texts})
+    # The audit names it; benchmarks have none.
     except DAMAGED:
         return []
-    return sorted(found, key=lambda one: one["after_score"] - one["before_score"])[:MAX_LOST]
+    return found
 
 
 @router.get("/promote")
@@ -175,8 +177,27 @@ def review_page(request: Request, name: str) -> Response:
         return page(request, "promote.html", name=name, review=None, reasons=error.reasons, by=studio.by, samples=[])
     shown = store.graph.nodes[reviewed.evidence.get("comparison", reviewed.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:6]
+    judged = [store.graph.nodes[sha] for what, sha in reviewed.evidence.items() if what in ("evaluation", "comparison")]
+    canary = canary_of(view(studio.output), reviewed.candidate.sha256)
     values: dict[str, Any] = {"review": reviewed, "seen": _seen(reviewed), "samples": samples}
+    values |= {"found": measures(_evaluations(store, judged)), "lost": _lost(shown)}
+    values |= {"canary": canary and summary(canary), "changes": _changes(store, reviewed)}
     return page(request, "promote.html", name=name, reasons=[], by=studio.by, **values)
+
+
+def _changes(store: LineageStore, reviewed: promotion.PromotionReview) -> list[tuple[str, str, str, str, str]] | None:
+    """(stage, aspect, field, the champion's, the candidate's) of what was done otherwise; None without a champion whose
+    checkpoint is here."""
+    champion = store.graph.nodes.get(reviewed.champion.checkpoint) if reviewed.champion is not None else None
+    if champion is None:
+        return None
+    stages = diff(store, champion, store, reviewed.candidate)["stages"]
+    return [
+        (stage["stage"], aspect, field, str(before)[:MAX_CHANGE], str(after)[:MAX_CHANGE])
+        for stage in stages
+        for aspect in CAUSES
+        for field, (before, after) in stage[aspect].items()
+    ][:MAX_CHANGES]
 
 
 @router.post("/promote/{name}")

@@ -21,7 +21,7 @@ from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.data.pictures import ENDINGS
 from xray_runtime.data.published_pictures import PublishedPictures
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.artifacts import Dataset, Preferences
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import find
 from xray_runtime.kernel.store.manifest import LEDGER
@@ -32,7 +32,7 @@ from xray_runtime.trust.rollout_tokens import (
     reply_tokens,
     reward_spread,
 )
-from xray_runtime.trust.rollouts import Selection, checked_order, diff_iterations
+from xray_runtime.trust.rollouts import Selection, checked_order, diff_iterations, same_prompts
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/rollouts", "Rollouts", 20),))
@@ -118,16 +118,21 @@ def _keep(node: Node, of: tuple[str, ...], make: Callable[[], T]) -> T:
 @router.get("/rollouts")
 def ledgers(request: Request) -> Response:
     """The checkpoints that have a ledger."""
+    found = [(node, len(iterations(node.directory / LEDGER))) for node in _with_ledgers(request)]
+    return page(request, "ledgers.html", ledgers=found)
+
+
+def _with_ledgers(request: Request) -> list[Node]:
     nodes = studio_of(request).store().graph.nodes.values()
-    found = [(node, len(iterations(node.directory / LEDGER))) for node in nodes]
-    return page(request, "ledgers.html", ledgers=[(node, number) for node, number in found if number])
+    return [node for node in nodes if iterations(node.directory / LEDGER)]
 
 
 @router.get("/pictures/{digest}")
 def picture(request: Request, digest: str) -> Response:
     """A picture of a dataset's rows, as the dataset has it."""
     nodes = studio_of(request).store().graph.nodes.values()
-    found = _pictures(tuple((node.directory, node.sha256) for node in nodes if node.is_a(Dataset))).read(digest)
+    data = tuple((node.directory, node.sha256) for node in nodes if node.is_a(Dataset) or node.is_a(Preferences))
+    found = _pictures(data).read(digest)
     if found is None:
         raise HTTPException(404, "no dataset in the store has this picture")
     content, ending = found
@@ -149,6 +154,7 @@ def rollouts(request: Request, ref: str) -> Response:
         node=node,
         values=request.query_params,
         kept=iterations(node.directory / LEDGER),
+        others=[n for n in _with_ledgers(request) if n.sha256 != node.sha256 and same_prompts(n, node)],
         sources=selection.sources,
         total=len(selection),
         changed=selection.changed,
@@ -218,6 +224,9 @@ def rows(request: Request, ref: str, start: Number) -> Response:
 
 @router.get("/rollouts/{ref}/diff")
 def diff(request: Request, ref: str, first: Number, second: Number) -> Response:
-    node = find(ref, studio_of(request).store())
-    difference = diff_iterations(node, first, second, MAX_DIFFS)
-    return page(request, "diff.html", node=node, difference=difference, kept=iterations(node.directory / LEDGER))
+    """Two iterations beside each other; `with` in the address: the second is of that policy."""
+    store, with_ref = studio_of(request).store(), request.query_params.get("with")
+    node = find(ref, store)
+    other = find(with_ref, store) if with_ref else node
+    difference = diff_iterations(node, first, second, MAX_DIFFS, other)
+    return page(request, "diff.html", node=node, other=other, difference=difference)

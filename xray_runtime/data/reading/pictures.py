@@ -10,23 +10,23 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.pairs import Example, Pairs
-from xray_runtime.data.pictures import ENDINGS, pictures_of
+from xray_runtime.data.pairs import pairs_of
+from xray_runtime.data.pictures import ENDINGS, pictures_of, read_picture
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.kernel.errors import shown
 
 PICTURE_PARTS = ("image", "image_url", "input_image")
 """Types of content parts that are pictures."""
 COLUMNS = ("image", "images")
-MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen")
+MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns that may be lists of messages."""
-MAX_PIXELS = 2**26
 KEYS = ("image", "image_url", "url", "path", "bytes")
 """Where a picture stands in a part or an object, the bytes last: `datasets` gives a path beside them."""
 
@@ -99,16 +99,9 @@ class PictureFolder:
         return self._take(where, part)
 
     def _take(self, where: str, source: Any) -> StoredPicture:
-        from PIL import Image
-
         content = self._bytes(where, source)
         try:
-            # No other format: some of pillow's readers start programs.
-            with Image.open(io.BytesIO(content), formats=list(ENDINGS)) as image:
-                form, (width, height) = str(image.format), image.size
-                if width * height > MAX_PIXELS:
-                    raise ValueError(f"it has {width} × {height} pixels, more than {MAX_PIXELS:,}")
-                image.load()
+            image, form = read_picture(io.BytesIO(content))
         except Exception as error:  # pillow's readers have exceptions of their own
             reason = " ".join(str(error).split()).partition(" <")[0]
             allowed = ", ".join(ENDINGS)
@@ -118,7 +111,7 @@ class PictureFolder:
         if not file.is_file():
             self._folder.mkdir(exist_ok=True)
             file.write_bytes(content)
-        return StoredPicture(digest, width, height)
+        return StoredPicture(digest, *image.size)
 
     def _bytes(self, where: str, source: Any) -> bytes:
         while isinstance(source, Mapping):
@@ -157,15 +150,23 @@ class PictureFolder:
         return path.read_bytes()
 
 
-def keep_pictures_of(folder: Path, sides: Iterable[Path]) -> int:
-    """Remove all pictures that no row of these files of `Example`s has; returns the number of the others."""
-    if not folder.is_dir():
+def keep_pictures_of(folder: Path, sides: Iterable[Path], sources: Iterable[Path] = ()) -> int:
+    """Have `folder` hold the pictures of all rows of these files of pairs, and no others; returns their number.
+
+    Args:
+        sources: folders that have those which `folder` lacks.
+    """
+    held = {file.stem: file for source in sources for file in source.iterdir()}
+    if not held and not folder.is_dir():
         return 0
-    pairs = (pair for side in sides if side.is_file() for pair in Pairs(side, Example))
-    used = {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
-    for file in folder.iterdir():
-        if file.stem not in used:
-            file.unlink()
+    prompts = (pair.prompt for side in sides if side.is_file() for pair in pairs_of(side))
+    used = {picture["sha256"] for prompt in prompts for picture in pictures_of(prompt)}
+    folder.mkdir(exist_ok=True)
+    present = {file.stem: file for file in folder.iterdir()}
+    for digest in held.keys() & used - present.keys():
+        shutil.copyfile(held[digest], folder / held[digest].name)
+    for digest in present.keys() - used:
+        present[digest].unlink()
     if not used:
         folder.rmdir()
     return len(used)

@@ -80,7 +80,7 @@ class RewardModel(Artifact):
 
 
 class Evaluation(Artifact):
-    """A policy compared with another: evaluation.json, samples.json, prompts.json."""
+    """A policy compared with another: evaluation.json, samples.json, lost.json, prompts.json."""
 
 
 class Benchmark(Artifact):
@@ -88,7 +88,7 @@ class Benchmark(Artifact):
 
 
 class Comparison(Artifact):
-    """A candidate compared with a champion: comparison.json, samples.json, prompts.json."""
+    """A candidate compared with a champion: comparison.json, samples.json, lost.json, prompts.json."""
 
 
 TYPES: dict[str, type[Artifact]] = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INTERVAL = "_ci95"
-NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0}
+NEUTRAL = {"win_rate": 0.5, "gold_delta": 0.0, "reward_delta": 0.0, "length_delta": 0.0, "score_delta": 0.0}
 """Number → its value if there were no difference."""
 
 
@@ -77,6 +77,10 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
     numbers = {
         f"win_rate by {judge}": Number(result["win_rate"], *result["win_rate_ci95"]) for judge, result in judges.items()
     }
+    for tag, of_tag in (results.get("tags") or {}).items():
+        for judge, result in of_tag.items():
+            numbers[f"win_rate by {judge}, {tag}"] = Number(result["win_rate"], *result["win_rate_ci95"])
+            numbers[f"score_delta by {judge}, {tag}"] = Number(result["delta"], *result["delta_ci95"])
     for name, value in sorted(results.items()):
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
             numbers[name] = Number(float(value), *results.get(f"{name}{INTERVAL}") or ())

@@ -15,6 +15,7 @@ NAMES = {
     "reward_delta": "change of the learned reward",
     "score_before": "score before",
     "score_after": "score after",
+    "score_delta": "change of the score",
     "kl": "KL to the model before, nats a reply",
     "distinct_2_before": "variety before, share of different word pairs",
     "distinct_2_after": "variety after, share of different word pairs",

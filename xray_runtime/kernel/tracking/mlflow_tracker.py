@@ -104,6 +104,16 @@ class Tracker:
         for path in paths:
             self.client.log_artifact(run_id, str(path))
 
+    def log_datasets(self, run_id: str) -> None:
+        """Show the datasets of a lifecycle's stages in its own run too."""
+        from mlflow.entities import DatasetInput
+
+        stages = self.client.search_runs([self.experiment_id], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'")
+        inputs = [entry for run in stages for entry in (run.inputs.dataset_inputs if run.inputs else [])]
+        datasets = {entry.dataset.digest: DatasetInput(entry.dataset, entry.tags) for entry in inputs}
+        if datasets:
+            self.client.log_inputs(run_id, datasets=list(datasets.values()))
+
     def stage_run(
         self,
         parent_run_id: str,

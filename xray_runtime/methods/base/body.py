@@ -11,7 +11,14 @@ import torch
 
 from xray_runtime.kernel.store.location import locate
 from xray_runtime.methods.base.generator_trial import check_sampled
-from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens, unloadable
+from xray_runtime.models.causal_lm import (
+    load_model,
+    load_tokenizer,
+    read_pretrained,
+    save_model,
+    stop_tokens,
+    unloadable,
+)
 from xray_runtime.models.picture_trial import check_pictures
 from xray_runtime.models.pictures import copy_processor
 from xray_runtime.models.source_checks import ForeignModelError, check_vocabulary
@@ -72,7 +79,7 @@ def check_written(out: Path, loaded: Any) -> None:
             raise OtherModelError(f"is not what transformers reads again after it was saved ({name} differs)")
     check_computed(found)
     with TemporaryDirectory() as scratch:
-        check_pictures(found, out, Path(scratch))
+        check_pictures(found, out, Path(scratch), load_tokenizer(out))
 
 
 def report_size(recorder: Recorder, num_parameters: int, vocabulary: int) -> None:

@@ -18,7 +18,7 @@ from xray_runtime.methods.benchmark.config import (
     SideConfig,
     WordsSuite,
 )
-from xray_runtime.methods.common.checks import FEW_PROMPTS
+from xray_runtime.methods.common.checks import FEW_PROMPTS, check_column
 from xray_runtime.methods.prepare.config import DataConfig
 
 
@@ -56,11 +56,7 @@ def check_benchmark(config: SideConfig, inputs: Mapping[str, Handle]) -> None:
             "split: 'validation' is not allowed: the dataset has no validation rows; set its validation_fraction"
         )
     column = config.verifier.column if isinstance(config, PassAtKSuite) else None
-    if column is not None and isinstance(data, DataConfig) and column not in data.columns:
-        raise ValueError(
-            f"verifier.column: {column!r} is not allowed: the dataset has "
-            f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
-        )
+    check_column(inputs, "verifier.column", column)
 
 
 BENCHMARK = register(

@@ -60,6 +60,15 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> 
     check_terms(config, inputs)
     check_terms(config, inputs, "judges")
     check_judges(config, inputs)
+    check_column(inputs, "tag_column", config.tag_column)
+
+
+def check_column(inputs: Mapping[str, Handle], field: str, column: str | None) -> None:
+    """Raises ValueError if the dataset is known to lack the column."""
+    data = dataset_config(inputs)
+    if column is not None and data is not None and column not in data.columns:
+        has = ", ".join(data.columns) or "no column"
+        raise ValueError(f"{field}: {column!r} is not allowed: the dataset has {has}; add it to data.columns")
 
 
 def check_terms(config: JudgingConfig, inputs: Mapping[str, Handle], where: str = "rewards") -> None:
@@ -85,11 +94,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Handle], where: str 
             if role not in inputs:
                 raise ValueError(f"{where}.{number}.{term.field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
-            if data is not None and column not in data.columns:
-                raise ValueError(
-                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset has "
-                    f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
-                )
+            check_column(inputs, f"{where}.{number}.{field}", column)
 
 
 def check_validation(config: PPOConfig | SFTConfig, dataset: Handle) -> None:

@@ -38,7 +38,7 @@ MIN_PROMPTS = 8
 
 
 def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Recorder) -> int:
-    """Writes comparison.json, samples.json and prompts.json, as the evaluation does.
+    """Writes comparison.json, samples.json, lost.json and prompts.json, as the evaluation does.
 
     Raises:
         ValueError: too few held-out prompts remain on which the champion was not trained.
@@ -66,7 +66,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         for side in SIDES:
             scoring.score(side, models, prompts, prompt_texts, replies[side], columns)
     comparison: dict[str, Any] = {"samples": len(prompt_texts)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges, columns)
     record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, scoring.panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")

@@ -40,8 +40,8 @@ SIDES = ("before", "after")
 
 
 def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Recorder) -> int:
-    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (readable pairs) and
-    prompts.json (all prompts, for the check that none was trained on)."""
+    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (readable pairs),
+    lost.json (pairs that the policy lost) and prompts.json (all prompts, for the check that none was trained on)."""
     config, inputs = stage.config, stage.inputs
     before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
     tokenizer = load_tokenizer(before)
@@ -82,7 +82,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges, columns)
     own = {side: [ids.tolist() for ids in replies[side].rollout.own_tokens()] for side in SIDES}
     evaluation |= {f"distinct_2_{side}": distinct_n(own[side], 2) for side in SIDES}
     record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, replies, scoring.panel, config)

@@ -22,6 +22,9 @@ class EvaluateConfig(SamplingConfig):
     """Bootstrap resamples for the 95% intervals."""
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     """Number of sample pairs in the report's table."""
+    tag_column: Annotated[str, Field(min_length=1)] | None = None
+    """Column of the dataset with each prompt's tag, or its list of tags: results are also given for every tag that 8 or
+    more of the prompts have."""
     environment: AnyEnvironment | None = None
     """The environment that answers the policies turn by turn; its rewards are reported but decide no wins."""
 

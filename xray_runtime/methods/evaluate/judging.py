@@ -20,7 +20,7 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.reasoning import answers_of, reasoning_of
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.results import plain_numbers, write_results
+from xray_runtime.methods.common.results import plain_numbers, write_json, write_results
 from xray_runtime.methods.evaluate.config import GOLD
 from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies
     from xray_runtime.methods.evaluate.config import EvaluationConfig
+
+MIN_TAGGED = 8
+"""Prompts that a tag needs for results of its own."""
+MAX_LOST = 12
+"""Pairs in lost.json."""
 
 Scores = Mapping[str, torch.Tensor]
 """Side → score of each reply [n], float64; NaN without a score, and then the pair is dropped."""
@@ -110,8 +115,10 @@ def judge(
     worse: str,
     panel: Panel,
     others: Mapping[str, dict[str, Any]] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
+    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals; of each tag in `columns`
+    too, where the config names a column.
 
     `judges` has them by judge. `win_rate` is that of the strictest judge, whose interval begins lowest; `judge` is
     its name. It is null without judges. Ties count half, and their number is reported. `others` are judges outside the
@@ -125,14 +132,11 @@ def judge(
         mean, low, high = bootstrap_interval(x, config.bootstrap_samples, derive_seed(seed, stage, purpose))
         return mean, [low, high]
 
-    judges: dict[str, dict[str, Any]] = dict(others or {})
-    for name, of_judge in panel.judges.items():
-        scores = _both_scored(of_judge, stage, f"score of {name}")
+    def verdict(scores: Scores, name: str) -> dict[str, Any]:
         won = wins(scores[better], scores[worse])
         rate, rate_ci = interval(won, f"win_rate/{name}")
         delta, delta_ci = interval(scores[better] - scores[worse], f"delta/{name}")
-        judges[name] = {
-            "judges": name in config.judging,
+        return {
             "samples": len(won),
             **outcomes(won.tolist()),
             "win_rate": rate,
@@ -141,6 +145,11 @@ def judge(
             "delta_ci95": delta_ci,
             **{f"score_{side}": float(scores[side].mean()) for side in (worse, better)},
         }
+
+    judges: dict[str, dict[str, Any]] = dict(others or {})
+    for name, of_judge in panel.judges.items():
+        scores = _both_scored(of_judge, stage, f"score of {name}")
+        judges[name] = {"judges": name in config.judging} | verdict(scores, name)
     judging = [name for name, verdict in judges.items() if verdict["judges"]]
     strictest = min(judging, key=lambda name: judges[name]["win_rate_ci95"][0], default=None)
     content: dict[str, Any] = {"judge": strictest, "win_rate": None, "win_rate_ci95": None, "judges": judges}
@@ -155,7 +164,40 @@ def judge(
         content |= {
             f"{kind}_{side}": float(shown[side].mean()) if shown is not None else None for side in (worse, better)
         }
+    if config.tag_column is not None:
+        content["tags"] = {
+            tag: {name: verdict(scores, f"{name}/{tag}") for name, scores in _of_rows(panel.judges, rows).items()}
+            for tag, rows in tagged_rows(config.tag_column, columns or {}, stage).items()
+        }
     return content
+
+
+def tagged_rows(column: str, columns: Mapping[str, Sequence[Any]], stage: str) -> dict[str, list[int]]:
+    """Tag → its prompts; only tags that `MIN_TAGGED` or more of them have. A value is a tag or a list of tags.
+
+    Raises:
+        ValueError: no prompt has the column.
+    """
+    if column not in columns:
+        others = ", ".join(columns) or "no column"
+        raise ValueError(f"{stage}.tag_column: {column!r} is not allowed: the held-out prompts have {others}")
+    found: dict[str, list[int]] = {}
+    for row, value in enumerate(columns[column]):
+        tags = value if isinstance(value, list) else [] if value is None else [value]
+        for tag in dict.fromkeys(map(str, tags)):
+            found.setdefault(tag, []).append(row)
+    return {tag: rows for tag, rows in sorted(found.items()) if len(rows) >= MIN_TAGGED}
+
+
+def _of_rows(judges: Mapping[str, Scores], rows: Sequence[int]) -> dict[str, Scores]:
+    """The scores of these rows by each judge that gave `MIN_TAGGED` or more of them a score for both replies."""
+    chosen = {name: {side: of_side[rows] for side, of_side in scores.items()} for name, scores in judges.items()}
+    scored = {name: ~torch.stack(list(scores.values())).isnan().any(0) for name, scores in chosen.items()}
+    return {
+        name: {side: of_side[scored[name]] for side, of_side in scores.items()}
+        for name, scores in chosen.items()
+        if int(scored[name].sum()) >= MIN_TAGGED
+    }
 
 
 def _both_scored(scores: Scores, stage: str, what: str) -> Scores:
@@ -164,6 +206,15 @@ def _both_scored(scores: Scores, stage: str, what: str) -> Scores:
     if not scored.any():
         raise RuntimeError(f"{stage}: no prompt has a {what} for both replies")
     return {side: of_side[scored] for side, of_side in scores.items()}
+
+
+def _lost(scores: Scores, sides: Sequence[str]) -> list[int]:
+    """The rows in which the second side scored lower than the first, the largest loss first."""
+    if not scores:
+        return []
+    losses = (scores[sides[0]] - scores[sides[1]]).nan_to_num(0.0)
+    order = losses.argsort(descending=True, stable=True).tolist()
+    return [row for row in order[:MAX_LOST] if losses[row] > 0]
 
 
 def _shown(side: str, replies: PolicyReplies) -> dict[str, Sequence[str | None]]:
@@ -185,7 +236,7 @@ def record_replies(
     config: EvaluationConfig,
 ) -> None:
     """Write `summary` with each side's lengths and means as NAME.json and metrics `prefix`/…, the prompts, and replies
-    of each side next to each other."""
+    of each side next to each other; those that lost most by the strictest judge, of all prompts, as lost.json."""
 
     def score(scores: Scores | None, side: str, row: int) -> float | None:
         return None if not scores or scores[side][row].isnan() else float(scores[side][row])
@@ -196,11 +247,14 @@ def record_replies(
             summary[f"reasoning_length_{side}"] = float(np.mean(of_side.reasoning_lengths))
         summary |= {f"{measure}_{side}": mean for measure, mean in of_side.means.items()}
     shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
-    samples: list[dict[str, Any]] = [
-        dict[str, Any]({"prompt": prompt_texts[i]})
-        | {name: texts[i] for side, of_side in replies.items() for name, texts in _shown(side, of_side).items()}
-        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in replies}
-        for i in range(min(config.num_samples_shown, len(prompt_texts)))
-    ]
+    texts = {name: column for side, of_side in replies.items() for name, column in _shown(side, of_side).items()}
+
+    def sample(i: int) -> dict[str, Any]:
+        scored = {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in replies}
+        return {"prompt": prompt_texts[i], **{name: column[i] for name, column in texts.items()}, **scored}
+
+    samples = [sample(i) for i in range(min(config.num_samples_shown, len(prompt_texts)))]
     write_results(out, recorder, f"{name}.json", summary, prompt_texts, samples)
+    lost = _lost(panel.judges.get(summary["judge"], panel.rewards), list(replies))
+    write_json(out / "lost.json", [sample(row) for row in lost])
     recorder.metrics(plain_numbers(summary, prefix), step=0)

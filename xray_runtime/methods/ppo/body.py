@@ -4,7 +4,7 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy (where something reads it), reference, critic and reward model score the replies; with
+    score     policy (where something reads it), reference, critic, teacher and reward model score the replies; with
               `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
@@ -55,6 +55,7 @@ from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summ
 from xray_runtime.methods.ppo.models import is_own_reference, model_specs
 from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.routing import check_family
+from xray_runtime.methods.ppo.teachers import Teachers
 from xray_runtime.methods.ppo.update import Updater
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -189,7 +190,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     sampling = _sampling(config, functions, stops, tokenizer.pad_token_id)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
-    specs = model_specs(stage, rewards, functions, limit)
+    teachers = None if config.distillation is None else Teachers(stage, tokenizer, prompts)
+    specs = model_specs(stage, rewards, functions, limit, teachers)
     with (
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(
@@ -212,7 +214,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             rollouts=rollouts,
             rewards=rewards,
             scorer=RolloutScorer(
-                models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy
+                models, rewards, tokenizer, stops, prompts, is_own_reference(stage), functions.scores_policy, teachers
             ),
             functions=functions,
             updater=Updater(stage, models, skipped),

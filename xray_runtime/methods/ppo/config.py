@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
-from xray_runtime.engines.sampling_config import LARGEST_SET, Stop
+from xray_runtime.engines.sampling_config import Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
@@ -24,8 +24,15 @@ from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
-from xray_runtime.methods.ppo.config_checks import check_correction, check_environment, check_reported, check_sources
+from xray_runtime.methods.ppo.config_checks import (
+    check_correction,
+    check_cuts,
+    check_environment,
+    check_reported,
+    check_sources,
+)
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
+from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
@@ -185,6 +192,8 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """How the generator gets what `lora` trains. `adapter`: as it is, some megabytes, beside the frozen weights.
     `merged`: as whole matrices, with which it samples faster. `auto`: `adapter` where the generator can and computes in
     bfloat16, which would round small changes of a matrix away; else `merged`."""
+    distillation: DistillationConfig | None = None
+    """A teacher beside the reward. None: no teacher."""
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
     validation: ValidationConfig | None = None
@@ -206,6 +215,11 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model."""
+        return True
 
     @model_validator(mode="before")
     @classmethod
@@ -311,7 +325,7 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         check_served(self.adapter_sync, self.lora, self.generator)
         check_routing(self.routing, self.engine, self.generator, self.environment, self.trainable_layers)
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
-        check_reported(self, self.cuts, LARGEST_SET)
+        check_cuts(self)
         if self.score_centering:
             check_reported(self, "score_centering = True", self.top_logprobs)
         return self

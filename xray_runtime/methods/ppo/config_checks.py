@@ -5,9 +5,11 @@ Each takes a `PPOStageConfig`, whose module imports this one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.engines.layouts import GENERATORS
+from xray_runtime.engines.sampling_config import LARGEST_SET
 from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
@@ -45,6 +47,14 @@ def check_correction(config: Any, anchored: bool) -> None:
         )
 
 
+def check_cuts(config: Any) -> None:
+    """Raises ValueError if a `PPOConfig` cannot sample from a part of the vocabulary."""
+    if config.cuts and config.distillation is not None:
+        why = "a teacher's log-probabilities are those in the whole vocabulary"
+        raise ValueError(unsupported(config.cuts, "distillation", why=why))
+    check_reported(config, config.cuts, LARGEST_SET)
+
+
 def check_reported(config: Any, feature: str, count: int) -> None:
     """Raises ValueError if the generator of a `PPOConfig` does not report `count` of the likeliest tokens at each
     place, which `feature` needs; empty: there is none."""
@@ -73,6 +83,30 @@ def check_sources(config: Any) -> None:
                 f"{field} = {value!r} must be {allowed!r} with advantages = 'gdpo', which compares each source of "
                 "reward by itself"
             )
+
+
+def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError if the inputs are not the teachers that `distillation` names, or cannot teach."""
+    given = sum(name.startswith("teacher.") for name in inputs)
+    if config.distillation is None:
+        if given:
+            raise ValueError("distillation: is required with a teacher: it says how it counts")
+        return
+    wanted = config.distillation.num_models
+    if given != wanted:
+        raise ValueError(
+            f"teacher: {given} models are not allowed: distillation has {wanted} (source = "
+            f"{config.distillation.source!r}, values = {config.distillation.values!r})"
+        )
+    if config.distillation.source == "server" and config.temperature != 1.0:
+        raise ValueError(
+            f"temperature = {config.temperature:g} must be 1 with distillation.source = 'server': servers tell "
+            "log-probabilities at temperature 1"
+        )
+    if isinstance(config.environment, AgentConfig):
+        raise ValueError("distillation: is not allowed with an agent, whose episode has branches")
+    if config.environment is not None and config.distillation.demonstration is not None:
+        raise ValueError("distillation.demonstration: is not allowed with an environment, which makes its own prompts")
 
 
 def check_environment(config: Any) -> None:

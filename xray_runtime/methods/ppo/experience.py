@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
+from xray_runtime.algorithms.distillation import teacher_advantages
 from xray_runtime.algorithms.estimators import AdvantageInputs, estimate
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
@@ -42,7 +43,7 @@ class Experience:
     num_tokens: int
     """Number of tokens that the policy sampled."""
     reference_kl: float
-    """Mean KL of a reply to the reference, by k1, in nats."""
+    """Mean KL of a reply to the reference, by k1, in nats; 0 without one."""
     metrics: dict[str, float]
 
     @property
@@ -92,7 +93,7 @@ def build_experience(
     streams = _streams(rollout, scores, inputs) | facts.streams(functions.reads, scored, lowered)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
     advantages, returns = estimate(functions.advantages, inputs, config.advantages)
-    advantages = whiten(advantages, mask) if config.whiten_advantages else advantages
+    advantages = (whiten(advantages, mask) if config.whiten_advantages else advantages) + _taught(config, scores, mask)
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
@@ -106,10 +107,10 @@ def build_experience(
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    kl = kl_summary(_dense(scores.logprobs), _dense(scores.ref_logprobs), mask)
-    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(kl) | _kept_metrics(scores)
+    metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(scores, mask)
+    metrics |= _kept_metrics(scores)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
-    return Experience(rows, int(mask.sum()), kl["k1"], metrics)
+    return Experience(rows, int(mask.sum()), metrics.get("kl/reference_k1", 0.0), metrics)
 
 
 def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -131,7 +132,7 @@ def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
-        "ref_logprobs": _dense(scores.ref_logprobs),
+        **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
         "versions": torch.from_numpy(rollout.version),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
@@ -144,12 +145,15 @@ def _read_by_loss(
     """The columns of the update that only its loss reads."""
     like, read = rollout.rollout_logprobs, functions.loss_reads
     found: dict[str, Any] = {name: streams[name].numpy() for name in read if name.startswith(COLUMN)}
+    found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
         found["ref_logprobs"] = scores.ref_logprobs
     if config.score_centering or functions.read_top:
         found |= rollout.pick("topk_ids", "topk_logprobs")
+    if "teacher_logprobs" in read:
+        found["teacher_logprobs"] = scores.teacher_logprobs
     if "turns" in read:
         found["turns"] = Ragged(streams["turns"][torch.from_numpy(like.mask())].numpy(), like.offsets)
     if "versions" in read:
@@ -200,9 +204,23 @@ def _experience_metrics(
     return metrics
 
 
-def _kl_metrics(kl: dict[str, float]) -> dict[str, float]:
-    """Metrics of `kl_summary` to the reference, of the policy before the update."""
-    return {"kl/reference_k1": kl["k1"], "kl/reference_k3": kl["k3"]}
+def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
+    """The teacher's part of the advantages, [B, T] or 0."""
+    weight = 0.0 if config.distillation is None else config.distillation.at_samples
+    if not weight:
+        return torch.zeros(())
+    return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
+
+
+def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
+    """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
+    found: dict[str, float] = {}
+    for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
+        assert isinstance(column, Ragged)
+        of = "reference" if name == "ref_logprobs" else "teacher"
+        kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
+        found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
+    return found
 
 
 def _kept_metrics(scores: Scores) -> dict[str, float]:

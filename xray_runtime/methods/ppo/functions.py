@@ -82,7 +82,14 @@ class Functions:
         # A value head, and models with the policy's frozen trunk, are computed in the same pass.
         beside = config.critic_in_use == "shared" or config.trainable_layers is not None
         reads = "old_logprobs" in by_loss | by_advantages
-        scored = reads or beside or config.importance_correction != "none"
+        taught = config.distillation is not None
+        scored = reads or beside or taught or config.importance_correction != "none"
+        if "teacher_logprobs" in by_loss | by_advantages and not taught:
+            field, name = ("loss", config.loss) if "teacher_logprobs" in by_loss else ("advantages", config.advantages)
+            raise ValueError(
+                f"{field}: {name}: teacher_logprobs is not allowed: it needs a teacher: pass `teacher` and set "
+                "`distillation`"
+            )
         return Functions(loss, advantages, scored, by_loss, by_advantages)
 
     @staticmethod

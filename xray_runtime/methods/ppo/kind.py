@@ -16,6 +16,7 @@ from xray_runtime.methods.common.checks import (
 )
 from xray_runtime.methods.common.findings import policy_findings
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.config_checks import check_teachers
 from xray_runtime.methods.ppo.roles import ppo_models
 from xray_runtime.methods.ppo.routing import check_routed_policy
 
@@ -29,15 +30,23 @@ class PPOInputs:
     rewards: list[RewardModel] = field(default_factory=list)
     judges: list[RewardModel] = field(default_factory=list)
     """Judges for `validation` only; the policy is not trained on their scores."""
+    teacher: list[Model] = field(default_factory=list)
+    """The teacher of `distillation`; several, if its `column` says which one a row has."""
 
 
 def check_ppo(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
     check_rewards(config, inputs)
+    check_policy_stage(config, inputs)
+
+
+def check_policy_stage(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
+    """The checks of a stage that may have no rewards."""
     check_terms(config, inputs, "judges")
     if config.judges and config.validation is None:
         raise ValueError("judges: are not allowed without validation: they would not be used")
     check_validation(config, inputs["prompts"])
     check_routed_policy(config.routing, inputs["policy"])
+    check_teachers(config, inputs)
 
 
 PPO = register(

@@ -44,7 +44,7 @@ from xray_runtime.kernel.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batch import Rollout
+    from xray_runtime.data.batch import Rollout, Scores
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
@@ -136,11 +136,9 @@ class Ledger:
                 "prompt_ids": lists(text.input_ids.heads(text.prompt_lengths), pa.int32()),
                 "reply_ids": lists(rollout.response_ids, pa.int32()),
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
-                **({"logprobs": lists(scored.scores.logprobs, pa.float32())} if "logprobs" in scored.scores else {}),
-                "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
+                **_token_scores(scored.scores),
                 **_turns(rollout),
                 **_nested(rollout),
-                **({"kept_mass": lists(scored.scores.kept_mass, pa.float32())} if "kept_mass" in scored.scores else {}),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -226,6 +224,12 @@ def _nested(rollout: Rollout) -> dict[str, pa.Array]:
     found = rollout.pick(*ROUTES, *TOP).items()
     columns = {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
     return columns | ({KEPT: lists_of_sets(rollout.kept_ids, rollout.kept_counts)} if KEPT in rollout else {})
+
+
+def _token_scores(scores: Scores) -> dict[str, pa.Array]:
+    """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "kept_mass").items()
+    return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
 
 
 def _or_null(values: torch.Tensor) -> pa.Array:

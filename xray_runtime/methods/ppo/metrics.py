@@ -19,12 +19,15 @@ from xray_runtime.methods.common.training.steps import router_metrics
 POLICY_SUMS = {
     "policy/loss": "policy_loss",
     "policy/entropy": "entropy_sum",
+    "policy/teacher_divergence": "teacher_divergence",
     "policy/clip_fraction": "clip_count",
     "policy/dual_clip_fraction": "dual_clip_count",
     "policy/approx_kl": "approx_kl_sum",
 }
 VALUE_SUMS = {"value/loss": "value_loss", "value/clip_fraction": "value_clip_count"}
 """Metric → the sum of a step that it is the mean of; of the critic, or else of the policy's value head."""
+SUMMARIZED = {"kl/reference_k1": "KL", "kl/teacher_k1": "KL to the teacher"}
+"""Metric → its name in the line about an iteration, where there is such a model."""
 MAX_NAME = 150
 """Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
@@ -152,6 +155,7 @@ def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clo
 
 def summary(metrics: dict[str, float]) -> str:
     """One line about an iteration."""
+    kl = [f"{name} {metrics[key]:.2f} " for key, name in SUMMARIZED.items() if key in metrics]
     gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
     phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
-    return f"reward {metrics['reward/mean']:+.3f} {gold}KL {metrics['kl/reference_k1']:.2f} | {phases}"
+    return f"reward {metrics['reward/mean']:+.3f} {gold}{''.join(kl)}| {phases}"

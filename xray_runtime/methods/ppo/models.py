@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.functions import Functions
     from xray_runtime.methods.ppo.kind import PPOInputs
+    from xray_runtime.methods.ppo.teachers import Teachers
 
 Specs = dict[str, ModelSpec | GeneratorSpec]
 
 
 def model_specs(
-    stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, functions: Functions, max_prompt: int
+    stage: Stage[PPOConfig, PPOInputs],
+    rewards: RewardSources,
+    functions: Functions,
+    max_prompt: int,
+    teachers: Teachers | None = None,
 ) -> Specs:
     """Role → what to open; prompts have at most `max_prompt` tokens."""
     config, policy = stage.config, stage.inputs.policy.path
@@ -67,6 +72,7 @@ def model_specs(
             )
     # With a lag, the generator works at the same time.
     scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
+    scored |= {} if teachers is None else teachers.specs()
     return specs | scored_together(scored, beside=int(bool(config.lag)))
 
 
@@ -78,4 +84,8 @@ def _merged(lora: LoRAConfig | None) -> LoRAConfig | None:
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:
     """Whether the reference is the policy with its adapters off."""
     policy, reference = stage.inputs.policy, stage.inputs.reference
-    return stage.config.lora is not None and (reference is None or reference.path == policy.path)
+    return (
+        stage.config.has_reference
+        and stage.config.lora is not None
+        and (reference is None or reference.path == policy.path)
+    )

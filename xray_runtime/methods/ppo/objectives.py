@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from xray_runtime.algorithms.distillation import generalized_jsd
 from xray_runtime.algorithms.losses import (
     PolicyLoss,
     PolicyLossInputs,
@@ -45,8 +46,13 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "topk_ids", "topk_logprobs")
+BY_TOKEN = (
+    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns"),
+    *("topk_ids", "topk_logprobs"),
+)
 """Columns of single tokens that a policy loss may read."""
+CANDIDATES = ("topk_ids", "teacher_topk_ids")
+"""Columns of tokens whose log-probabilities are computed beside those of the replies' own."""
 
 
 class PolicyForward(Forward[PolicyBatch[Tensor]]):
@@ -58,12 +64,25 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @cached_property
     def _predicted(self) -> Predictions:
-        top = self.rows.topk_ids.values.long() if "topk_ids" in self.rows else None
-        return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, top)
+        candidates = [column.values for column in self.rows.pick(*CANDIDATES).values() if isinstance(column, Ragged)]
+        wanted = torch.cat(candidates, 1).long() if candidates else None
+        return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, wanted)
+
+    def _of_candidates(self, name: str) -> Tensor:
+        """Log-probabilities of one of `CANDIDATES` [R, k]."""
+        found = self.rows.pick(*CANDIDATES)
+        widths = [column.values.shape[1] for column in found.values() if isinstance(column, Ragged)]
+        assert self._predicted.of_candidates is not None
+        return self._predicted.of_candidates.split(widths, 1)[list(found).index(name)]
 
     @property
     def logprobs(self) -> Tensor:
         return self._predicted.logprobs
+
+    @property
+    def of_likeliest(self) -> Tensor:
+        """Log-probabilities of the teacher's likeliest tokens [R, k]."""
+        return self._of_candidates("teacher_topk_ids")
 
     @property
     def entropy(self) -> Tensor:
@@ -71,9 +90,8 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @property
     def topk_logprobs(self) -> Tensor:
-        """The policy's, of the sampler's likeliest tokens [R, k]; only of rows that have them."""
-        assert self._predicted.of_candidates is not None
-        return self._predicted.of_candidates
+        """Log-probabilities of the sampler's likeliest tokens [R, k]."""
+        return self._of_candidates("topk_ids")
 
     @cached_property
     def values(self) -> Tensor:
@@ -198,6 +216,23 @@ class KLToReference(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class TeacherDivergence(PolicyComponent):
+    """The divergence from the teacher's distribution at each token, where it is in the loss."""
+
+    logged = "teacher_divergence"
+
+    def coef(self, totals: StepTotals) -> float:
+        return 0.0 if self.config.distillation is None else self.config.distillation.coef
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, of_teacher = self.config.distillation, forward.rows.teacher_topk_logprobs.values
+        assert config is not None
+        assert config.beta is not None
+        found = generalized_jsd(forward.of_likeliest, of_teacher, config.beta, whole=config.top_k is None)
+        return Terms(found, forward.share * forward.mask)
+
+
+@dataclass(frozen=True)
 class ValueRegression(Component[PolicyForward]):
     """The clipped squared error of the values, a mean over the tokens that the policy chose."""
 
@@ -219,9 +254,9 @@ class ValueRegression(Component[PolicyForward]):
 class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
-    `score` gives `logprobs`, with a value head `values` and `final_values`, of a reference branch `ref_logprobs`, of
-    each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`, with kept sets
-    `kept_mass`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
+    `score` gives `logprobs` and `entropy`, with a value head `values` and `final_values`, of a reference branch
+    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`,
+    with kept sets `kept_mass`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -235,6 +270,8 @@ class PPOObjective(Objective[PolicyForward]):
             parts.append(ScoreCentering(config))
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
+        if config.distillation is not None and config.distillation.beta is not None:
+            parts.append(TeacherDivergence(config))
         if module.scalar is not None:
             parts.append(ValueRegression(config, config.value_coef))
         return parts
@@ -262,7 +299,8 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        return scores.with_columns(logprobs=of_responses(predicted.logprobs, rows), **by_role)
+        scores = scores.with_columns(logprobs=of_responses(predicted.logprobs, rows))
+        return scores.with_columns(entropy=of_responses(predicted.entropy, rows), **by_role)
 
 
 @dataclass(frozen=True)

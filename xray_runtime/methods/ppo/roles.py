@@ -25,9 +25,12 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
         ),
         "policy": trained(config, "policy", branches=0 if whole else 1, **steps),
     }
-    if whole:
+    if whole and config.has_reference:
         itself = None if config.lora is None else "policy"
         models["reference"] = frozen(config.frozen, "policy", computed_by=itself, **facts)
+    if config.distillation is not None:
+        names = [f"teacher.{number}" for number in range(config.distillation.num_models)]
+        models |= {name: frozen(config.frozen, name, **facts) for name in names}
     models |= scoring_models(config, trunk=None if whole else "policy", **facts)
     if config.critic_in_use == "separate":
         field = "engine" if config.critic_engine is None else "critic_engine"

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.groups import best_of, tied, worst_of
+from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
+from xray_runtime.data.pictures import FOLDER
 from xray_runtime.data.reading.forms import renamed
 from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.pictures import PictureFolder, keep_pictures_of
 from xray_runtime.data.reading.record_files import Records, Where
 from xray_runtime.data.reading.sources import chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
@@ -64,10 +67,12 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
             elif isinstance(config, RewardedPreferences):
                 pairs, stats = _from_rewards(stage, out, recorder)
             else:
-                pairs, stats = _from_dataset(stage, config, left_out, unread), {}
+                pairs, stats = _from_dataset(stage, config, out, left_out, unread), {}
             sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
         for held_out, pair in sided:
             (heldout if held_out else train).append(pair)
+    if pictures := keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), picture_folders(stage.inputs)):
+        stats["pictures"] = pictures
     stats |= {"pairs": train.count + heldout.count} | {f"dropped_{why}": n for why, n in left_out.counts.items()}
     if not train.count or not heldout.count:
         dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
@@ -101,6 +106,7 @@ def _from_ratings(
 def _from_dataset(
     stage: Stage[Any, PreferencesInputs],
     config: DatasetPreferences | JudgedPreferences,
+    out: Path,
     dropped: DroppedRows,
     unread: Unread,
 ) -> Iterator[PreferenceExample]:
@@ -111,7 +117,9 @@ def _from_dataset(
         judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)
         records = ((Where("judgements", "pair", n, n), pair.record) for n, pair in enumerate(judged, start=1))
     else:
-        records = _renamed(config, read_records("preferences.path", config.path, config.split)[1])
+        pictures = PictureFolder(out / FOLDER, config.pictures)
+        read = _renamed(config, read_records("preferences.path", config.path, config.split)[1])
+        records = ((where, pictures.store(where, record)) for where, record in read)
     data = stage.inputs.data
     held_out = held_out_prompts(data.path) if data is not None else TextSet()
     for row, pair in from_dataset(records, config.max_pairs, dropped, unread):

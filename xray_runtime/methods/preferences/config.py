@@ -48,6 +48,8 @@ class DatasetPreferences(Section):
     """A .jsonl, .json or .parquet file, a `datasets` name or directory, or a checkpoint that `xray preferences`
     published, which becomes part of the lineage."""
     split: Annotated[str, Field(min_length=1)] = "train"
+    pictures: Source | None = None
+    """See `data.pictures`."""
     rename_columns: ColumnNames = Field(default_factory=dict)
     """Name of a column in `path` → the name that X-ray reads: `{question: prompt}`."""
     max_pairs: Annotated[int, Field(ge=8)] | None = None

@@ -44,7 +44,9 @@ def _preferences_read(config: PreferencesStageConfig) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
         # The ratings are part of the conversations, so no field names them.
         return {"ratings": CHITCHAT}
-    return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
+    if not isinstance(config, DatasetPreferences):
+        return {}
+    return {"path": config.path} | ({"pictures": config.pictures} if config.pictures is not None else {})
 
 
 def _preferences_models(config: PreferencesStageConfig) -> dict[str, ModelRole]:

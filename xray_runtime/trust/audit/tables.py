@@ -248,6 +248,11 @@ class _Rows:
         tags = _by(self._db.rows("input_tags"), "input_uuid", "name", "value")
         made = {(r["source_id"], r["destination_id"]) for r in rows if r["source_type"] == "RUN_OUTPUT"}
         datasets = {row["dataset_uuid"] for row in self._db.rows("datasets")}
+        of_stages = {
+            (self.tags[r["destination_id"]][PARENT_TAG], r["source_id"], frozenset(tags[r["input_uuid"]].items()))
+            for r in rows
+            if r["source_type"] == "DATASET" and self.is_stage(r["destination_id"])
+        }
         for row in rows:
             kinds, reason = (row["source_type"], row["destination_type"]), None
             run_id = row["destination_id"] if kinds[0] == "DATASET" else row["source_id"]
@@ -255,8 +260,11 @@ class _Rows:
             node = self.node_of(run_id)
             expected: dict[str, str] = {}
             if not self.is_stage(run_id):
-                if run_id in self.runs:
-                    reason = f"run {str(run_id)[:12]} belongs to no stage"
+                found = frozenset(tags[row["input_uuid"]].items())
+                # A lifecycle's run shows the datasets of its stages.
+                explained = kinds == ("DATASET", "RUN") and (run_id, row["source_id"], found) in of_stages
+                if run_id in self.runs and not explained:
+                    reason = f"run {str(run_id)[:12]} belongs to no stage that has it"
             elif kinds == ("RUN_OUTPUT", "MODEL_OUTPUT"):
                 if not self._is_known(sha256) or self.params[row["destination_id"]].get("key") != self.tags[run_id].get(
                     KEY_TAG
@@ -278,9 +286,9 @@ class _Rows:
                     expected[SHA256_TAG] = node.manifest.dataset
             elif kinds != ("DATASET", "RUN"):
                 reason = f"{kinds[0]} to {kinds[1]} is unknown"
-            found = tags.pop(row["input_uuid"], {})
-            more = set(found) - {"mlflow.data.context", SHA256_TAG}
-            if reason is None and (more or any(found.get(name) != value for name, value in expected.items())):
+            shown = tags.pop(row["input_uuid"], {})
+            more = set(shown) - {"mlflow.data.context", SHA256_TAG}
+            if reason is None and (more or any(shown.get(name) != value for name, value in expected.items())):
                 reason = "its tags are others"
             if reason is not None:
                 yield Finding(f"MLflow's input {row['input_uuid'][:12]}", "mlflow-input-added", reason)

@@ -26,7 +26,7 @@ from xray_runtime.kernel.tracking.mlflow_tracker import (
     params_of,
 )
 from xray_runtime.kernel.tracking.recorder import ATTEMPTS, METRICS, RECORDS, read_points
-from xray_runtime.kernel.tracking.registry import LOG_TAG
+from xray_runtime.kernel.tracking.registry import LOG_TAG, SHA256_TAG
 from xray_runtime.kernel.tracking.registry_view import RegistryView, point
 from xray_runtime.trust.audit.registry import check_orphans, check_pages, check_registry
 from xray_runtime.trust.audit.tables import STAGE_TAGS, check_tables
@@ -110,6 +110,11 @@ def _check_runs(mlflow: RegistryView, view: LogView, checked_uri: str | None) ->
             differing.append("status")
         if differing:
             yield Finding(f"run {run_id[:12]}", "mlflow-run-changed", f"lifecycle run: {', '.join(sorted(differing))}")
+        stages = (child for child in mlflow.runs.values() if child.data.tags.get(PARENT_TAG) == run_id)
+        of_stages = {dataset for child in stages for dataset in _datasets(child)}
+        for short, whole in sorted(set(_datasets(run)) - of_stages):
+            detail = f"lifecycle run: no stage of it used dataset {short[:12]} ({str(whole)[:12]})"
+            yield Finding(f"run {run_id[:12]}", "mlflow-dataset-changed", detail)
 
 
 def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
@@ -228,10 +233,7 @@ def _check_inputs(mlflow: RegistryView, run: Any, node: Node) -> Iterator[Findin
             yield Finding(node.name, "mlflow-input-added", f"input {model_id} is {sha[:12]}, which is not a parent")
     for missing in sorted(parents - {sha for sha in shown.values() if sha}):
         yield Finding(node.name, "mlflow-input-missing", f"parent {missing[:12]} is not among the run's inputs")
-    datasets = []
-    for entry in run.inputs.dataset_inputs if run.inputs else []:
-        tags = {tag.key: tag.value for tag in entry.tags}
-        datasets.append((entry.dataset.digest, tags.get("xray.sha256")))
+    datasets = _datasets(run)
     wanted = node.manifest.dataset
     if wanted is not None and (wanted[:36], wanted) not in datasets:
         code = "mlflow-dataset-changed" if datasets else "mlflow-input-missing"
@@ -239,3 +241,12 @@ def _check_inputs(mlflow: RegistryView, run: Any, node: Node) -> Iterator[Findin
     for short, whole in datasets:
         if wanted is None or (short, whole) != (wanted[:36], wanted):
             yield Finding(node.name, "mlflow-dataset-changed", f"dataset {short[:12]} is not the one that was used")
+
+
+def _datasets(run: Any) -> list[tuple[str, str]]:
+    """(digest, sha256) of a run's datasets."""
+    found = []
+    for entry in run.inputs.dataset_inputs if run.inputs else []:
+        tags = {tag.key: tag.value for tag in entry.tags}
+        found.append((entry.dataset.digest, tags.get(SHA256_TAG, "")))
+    return found

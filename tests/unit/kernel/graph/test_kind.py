@@ -55,13 +55,13 @@ def body(stage: Any, out: Path, recorder: Any) -> int:
 
 
 def test_a_decorated_body_is_a_kind() -> None:
-    made = stage_kind("distill", config=Fields, inputs=OneModel, output=Model, title="a student")(body)
+    made = stage_kind("own", config=Fields, inputs=OneModel, output=Model, title="a student")(body)
     assert isinstance(made, StageKind)
-    assert find_kind("distill") is made
+    assert find_kind("own") is made
     assert made.run is body
     assert made.module == made.registered_in == __name__
     assert (made.name, made.config, made.inputs, made.output, made.title) == (
-        "distill",
+        "own",
         Fields,
         OneModel,
         Model,
@@ -84,7 +84,7 @@ def test_a_body_may_be_named() -> None:
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
     expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
     expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model", "split_preferences", "benchmark", "lm_eval"}
-    expected |= {"curate", "demonstrations", "recorded_prompts"}
+    expected |= {"curate", "demonstrations", "distill", "distill_replies", "recorded_prompts"}
     assert {name for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.methods.")} == expected
     for name in expected:
         kind = KINDS[name]
@@ -99,6 +99,7 @@ def test_roles_in_order() -> None:
         Role("reference", Model, optional=True, many=False),
         Role("rewards", RewardModel, optional=True, many=True),
         Role("judges", RewardModel, optional=True, many=True),
+        Role("teacher", Model, optional=True, many=True),
     ]
 
 

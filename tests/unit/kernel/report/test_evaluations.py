@@ -57,6 +57,20 @@ def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
     assert (kl.neutral, kl.rows) == (None, [("ppo-1", "2", 3.0, 3.0, 3.0)])
 
 
+def test_tags_have_columns_of_their_own(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path, tracking=False).whole()
+    of_tag = {"win_rate": 0.25, "win_rate_ci95": [0.1, 0.5], "delta": -0.5, "delta_ci95": [-0.75, -0.25]}
+    content = {"judges": {}, "kl": 1.0, "tags": {"rain": {"gold": of_tag}}}
+    files = {"evaluation.json": json.dumps(content).encode()}
+    roles = {"policy": life.policy, "against": "sft", "prompts": "prepare"}
+    one = measured(EVALUATE, life.add("by-tag", "evaluate", files, roles, {}, 0).path)
+    rate, delta, _ = measures(side_by_side([one], {}))
+    assert (rate.title, delta.title) == ("win rate by gold, rain", "change of the score by gold, rain")
+    # From 0.1 at 3% to 0.5, which is no difference, at 97%; from -0.75 to 0.
+    assert (rate.neutral, rate.rows[0][2:]) == (97.0, (38.25, 3.0, 97.0))
+    assert (delta.neutral, delta.rows[0][2:]) == (97.0, (34.33, 3.0, 65.67))
+
+
 def test_names_of_policies_stay_apart() -> None:
     names = {f"{number:064}": f"a-stage-with-a-rather-long-name-{number}" for number in range(40)}
     found = [Measured("ppl", sha, "1", {"perplexity": Number(9.0, 8.0, 10.0)}) for sha in names]

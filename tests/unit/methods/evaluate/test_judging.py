@@ -54,3 +54,44 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
     assert found["length_after"] == 1.0
     shown = json.loads((tmp_path / "samples.json").read_text())
     assert [row["reward_before"] for row in shown] == [1.0, None, 2.0, 0.0]
+    # Nothing was lost: a win, a tie, and two pairs without both scores.
+    assert json.loads((tmp_path / "lost.json").read_text()) == []
+
+
+def test_each_tag_that_enough_prompts_have_gets_its_own_wins_and_scores() -> None:
+    config = EvaluationConfig(bootstrap_samples=100, gold="vader", tag_column="topic")
+    # Ten prompts about rain, of which one has no score, eight about rain and trains, seven about trains alone.
+    topics: list[Any] = ["rain"] * 10 + [["rain", "trains"]] * 8 + ["trains"] * 7 + [None] * 3
+    before = [0.0] * 28
+    after = [NAN] + [1.0] * 9 + [-1.0] * 8 + [0.0] * 7 + [5.0] * 3
+    scores = {"gold": sides(before, after)}
+    found = judge(config, 0, "evaluate", "after", "before", Panel(scores), columns={"topic": topics})["tags"]
+    assert list(found) == ["rain", "trains"]
+    rain, trains = found["rain"]["gold"], found["trains"]["gold"]
+    assert [rain[name] for name in ("samples", "won", "lost", "tied", "win_rate")] == [17, 9, 8, 0, 9 / 17]
+    assert (rain["delta"], rain["score_before"]) == (pytest.approx(1 / 17), 0.0)
+    # Seven ties and eight losses.
+    assert (trains["win_rate"], trains["delta"]) == (pytest.approx(3.5 / 15), pytest.approx(-8 / 15))
+    assert trains["win_rate_ci95"][0] < 3.5 / 15 < trains["win_rate_ci95"][1] < 0.5
+    with pytest.raises(
+        ValueError, match=r"^evaluate\.tag_column: 'topic' is not allowed: the held-out prompts have kind$"
+    ):
+        judge(config, 0, "evaluate", "after", "before", Panel(scores), columns={"kind": topics})
+    without = EvaluationConfig(bootstrap_samples=100, gold="vader")
+    assert "tags" not in judge(without, 0, "evaluate", "after", "before", Panel(scores), columns={"topic": topics})
+
+
+def test_what_was_lost_is_chosen_from_all_prompts_the_largest_loss_first(tmp_path: Path) -> None:
+    config = EvaluationConfig(bootstrap_samples=100, gold="vader", num_samples_shown=1)
+    panel = Panel({"gold": sides([1.0, 0.5, 0.0, 2.0, 1.0], [1.0, 0.25, 3.0, -1.0, NAN])})
+    replies = {
+        side: PolicyReplies(Rollout(response_ids=Ragged.of([[1]] * 5)), [[0]] * 5, texts, texts, [0] * 5)
+        for side, texts in {"before": list("abcde"), "after": list("vwxyz")}.items()
+    }
+    summary = judge(config, 0, "evaluate", "after", "before", panel)
+    recorder: Any = FakeRecorder(tmp_path)
+    record_replies(tmp_path, recorder, "evaluation", "evaluate", summary, list("01234"), replies, panel, config)
+    lost = json.loads((tmp_path / "lost.json").read_text())
+    assert [(row["prompt"], row["before"], row["after"]) for row in lost] == [("3", "d", "y"), ("1", "b", "w")]
+    assert [(row["gold_before"], row["gold_after"]) for row in lost] == [(2.0, -1.0), (0.5, 0.25)]
+    assert len(json.loads((tmp_path / "samples.json").read_text())) == 1

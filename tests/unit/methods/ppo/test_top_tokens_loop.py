@@ -197,6 +197,7 @@ def test_an_answer_that_cannot_be_is_refused() -> None:
     [
         {"score_centering": True, "importance_level": "reply"},
         {"score_centering": True, "method": "dppo_tv"},
+        {"top_p": 0.9, "distillation": {}},
         {"top_k": 129},
         {"top_logprobs": 257},
         {"top_p": 0.9, "environment": {"path": "mine:Env"}},

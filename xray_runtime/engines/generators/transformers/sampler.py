@@ -14,10 +14,10 @@ from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.engines.top_tokens import TopTokens
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.family import family_of
 from xray_runtime.models.lora import LoRAConfig
-from xray_runtime.models.pictures import PictureReader, read_one_by_one
+from xray_runtime.models.pictures import PictureReader
 from xray_runtime.models.published_names import PublishedNames
 from xray_runtime.models.routing import RecordedRoutes, recorded_routes
 
@@ -40,8 +40,7 @@ class TransformersSampler(Sampler):
         self._pictures: PictureReader | None = None
 
     def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
-        self._pictures = PictureReader(self._lm, checkpoint, folders)
-        read_one_by_one(self._lm)
+        self._pictures = PictureReader(self._lm, checkpoint, folders, load_tokenizer(checkpoint))
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         generate = self._lm.generate if self._pictures is None else self._generate
@@ -56,16 +55,8 @@ class TransformersSampler(Sampler):
         assert self._pictures is not None
         # Left over from the previous batch, it would shift the positions of a batch without pictures.
         self._lm.model.rope_deltas = None
-        is_picture, device = input_ids < 0, input_ids.device
-        if bool(is_picture.any()):
-            digests = self._pictures.in_rows(input_ids.tolist())
-            options |= {
-                "pixel_values": self._pictures.pixels(digests).to(device),
-                "image_grid_thw": self._pictures.grids(digests).to(device),
-                "mm_token_type_ids": is_picture.int(),
-            }
-            input_ids = self._pictures.as_tokens(input_ids)
-        return self._lm.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
+        given = self._pictures.prompting(input_ids)
+        return self._lm.generate(**given, attention_mask=attention_mask, **options)
 
     def write(self, tensors: Tensors, version: int) -> None:
         if self._adapters is not None:

@@ -27,6 +27,7 @@ from xray_runtime.rewards.source import Score, failure
 if TYPE_CHECKING:
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.methods.common.training.prompts import UniquePrompts
+    from xray_runtime.methods.ppo.teachers import Teachers
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
@@ -144,6 +145,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
             tensors([of.disagreements for of in sources]),
             {name: listed([of.failures[name] for of in sources]) for name in sources[0].failures},
             {name: listed([of.refused[name] for of in sources]) for name in sources[0].refused},
+            len(places),
         ),
         listed([part.reasoning_lengths for part in parts]),
     )
@@ -156,6 +158,7 @@ class RolloutScorer:
         stops: tokens that end a reply.
         own_reference: the reference is the policy with its adapters off.
         scores_policy: the policy scores each rollout too.
+        teachers: they score each rollout.
     """
 
     def __init__(
@@ -167,7 +170,9 @@ class RolloutScorer:
         prompts: UniquePrompts,
         own_reference: bool = False,
         scores_policy: bool = True,
+        teachers: Teachers | None = None,
     ) -> None:
+        self._teachers = teachers
         self._models, self._rewards = models, rewards
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
         self._own_reference, self._scores_policy = own_reference, scores_policy
@@ -189,6 +194,9 @@ class RolloutScorer:
         calls = [models[role].score.remote(rows) for role, rows in inputs.items()]
         if self._own_reference:
             calls.append(models["policy"].reference.remote(rows.with_columns(**rollout.pick(*OF_KEPT_SETS))))
+        columns = self._prompts.columns(prompts)
+        teachers = self._teachers
+        taught = None if teachers is None else teachers.requests(models, contents, rows, columns, iteration)
         # Reward models that are branches of the policy have scored whole replies with it.
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
@@ -197,6 +205,8 @@ class RolloutScorer:
             scores = Scores()
             for answer in get_all(calls):
                 scores = scores.with_columns(**merged(answer).columns())
+            if taught is not None:
+                scores = scores.with_columns(**taught.get().columns())
             for answer in get_all(again):
                 scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
             return scores
@@ -205,7 +215,7 @@ class RolloutScorer:
             rewards.requests(models, messages, replies, read),
             messages,
             replies,
-            self._prompts.columns(prompts),
+            columns,
             outputs,
             step=iteration,
             episodes=episode_scores(rollout),

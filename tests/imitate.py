@@ -15,28 +15,28 @@ from xray.data import TRAIN
 from xray_runtime.methods.sft.config import SFTConfig
 
 
-class DistillConfig(SFTConfig):
+class ImitateConfig(SFTConfig):
     """That of `sft`, with the teacher's layout."""
 
     frozen: xray.FrozenConfig = xray.FrozenConfig()
 
 
 @dataclass(frozen=True)
-class DistillInputs:
+class ImitateInputs:
     student: xray.Model
     teacher: xray.Model
     data: xray.Dataset
 
 
-def distill_models(config: DistillConfig) -> dict[str, xray.ModelRole]:
+def imitate_models(config: ImitateConfig) -> dict[str, xray.ModelRole]:
     return {
         "student": xray.trained(config, "student", batch_size=config.batch_size, data="data", reply_tokens=64),
         "teacher": xray.frozen(config.frozen, "teacher", data="data", reply_tokens=64),
     }
 
 
-@xray.stage_kind("distill", config=DistillConfig, inputs=DistillInputs, output=xray.Model, models=distill_models)
-def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder: xray.Recorder) -> int:
+@xray.stage_kind("imitate", config=ImitateConfig, inputs=ImitateInputs, output=xray.Model, models=imitate_models)
+def imitate(stage: xray.Stage[ImitateConfig, ImitateInputs], out: Path, recorder: xray.Recorder) -> int:
     """Each step the teacher scores a batch, and the student learns the likelier half of it."""
     from xray_runtime.algorithms.schedules import learning_rate
     from xray_runtime.cluster.model_spec import ModelSpec
@@ -68,7 +68,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
             tokens = likely.num_response_tokens()
             totals, lr = StepTotals.of(likely), learning_rate(config, step, config.steps)
             made = read_step(get(models["student"].train.remote(likely, totals, lr)))
-            recorder.metrics({"distill/loss": made.sums["nll"] / tokens}, step)
+            recorder.metrics({"imitate/loss": made.sums["nll"] / tokens}, step)
             recorder.progress(step + 1, config.steps, "steps")
             state.step_done(step + 1, config.steps)
         get(models["student"].save.remote(out))

@@ -1,0 +1,248 @@
+"""Teachers in PPO's loop over models in this process: who scores what, what the update gets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xray
+from tests.message_texts import Messages
+from tests.unit.methods.ppo.loop import KL_PER_TOKEN, MAX_NEW_TOKENS, MINIBATCH, REPLIES, PPOModel, World, attempt
+from xray_runtime.algorithms.losses import PolicyLossInputs
+from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.tokenizing import CHATML, train_tokenizer
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.methods.distill.config import DistillConfig
+from xray_runtime.methods.distill.kind import DISTILL
+from xray_runtime.methods.ppo.kind import PPOInputs
+
+OFF_BY = {"teacher.0": 0.5, "teacher.1": -0.25}
+"""How much the teachers' log-probabilities lie above the policy's."""
+PROMPTS = [f"question number {number}" for number in range(10)]
+SIZES: dict[str, Any] = {
+    "prompts_per_iteration": REPLIES,
+    "minibatch_size": MINIBATCH,
+    "max_new_tokens": MAX_NEW_TOKENS,
+}
+FIELDS: dict[str, Any] = {
+    "iterations": 1,
+    "generator": {"engine": "transformers"},
+    "rewards": [],
+    "kl": {"controller": "fixed", "coef": 0.0},
+    "advantages": "reinforce++",
+    "whiten_advantages": False,
+}
+
+
+class Taught(PPOModel):
+    """The loop's models, and teachers."""
+
+    seen: list[tuple[str, list[list[int]]]]
+
+    def _score(self, rows: TextBatch) -> Scores:
+        if not self.role.startswith("teacher") and rows.prompt_lengths.max() < 16:
+            return super()._score(rows)
+        self._note("score")
+        texts.append((self.role, [ids.tolist() for ids in rows.input_ids]))
+        found = self._logprobs(rows)
+        taught = Ragged(found.values + np.float32(OFF_BY.get(self.role, 1.0)), found.offsets)
+        return Scores(teacher_logprobs=taught) if self.role.startswith("teacher") else Scores(logprobs=taught)
+
+
+texts: list[tuple[str, list[list[int]]]] = []
+
+
+@pytest.fixture(autouse=True)
+def _none_seen() -> None:
+    texts.clear()
+
+
+def make(root: Path, teachers: int = 1, *, template: str | None = None, corpus: Sequence[str] = PROMPTS) -> PPOInputs:
+    """Ten prompts, each of a subject and with an example; a policy and teachers with tokenizers."""
+    names = ["model", *(f"teacher-{number}" for number in range(teachers))]
+    for name in ["data", *names]:
+        (root / name).mkdir()
+    for name in names:
+        made = train_tokenizer([*(PROMPTS if name == "model" else corpus), "an answer"] * 5, 300)
+        if name != "model" and template is not None:
+            made.chat_template = template
+        made.save_pretrained(root / name)
+        (root / name / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    rows = [
+        Example(
+            str(i),
+            "c",
+            [{"role": "user", "content": text}],
+            "an answer",
+            columns=json.dumps({"subject": "math" if i % 3 else "code", "shown": f"{'an answer ' * 8}{i}"}),
+        )
+        for i, text in enumerate(PROMPTS)
+    ]
+    write_pairs(root / "data" / "train.arrow", Example, rows)
+    (root / "data" / "dataset.json").write_text('{"max_prompt_tokens": 64}')
+    models = [Model(root / name) for name in names]
+    return PPOInputs(models[0], Dataset(root / "data"), teacher=models[1:])
+
+
+def taught(inputs: PPOInputs, out: Path, distillation: dict[str, Any], **fields: Any) -> tuple[World, Any]:
+    world = World()
+    given: dict[str, Any] = FIELDS | {"distillation": distillation} | fields
+    return world, attempt(inputs, out, world, model=Taught, **given)
+
+
+def test_the_advantage_of_a_token_is_the_teachers_surplus(tmp_path: Path) -> None:
+    world, recorder = taught(make(tmp_path), tmp_path / "out", {"coef": 2.0})
+    for _, rows, *_ in world.batches:
+        assert rows.advantages.values.tolist() == pytest.approx([2 * 0.5] * 2 * MINIBATCH, abs=1e-6)
+        assert "teacher_logprobs" not in rows
+    [point] = recorder.points
+    # Two tokens a reply: −.5 each.
+    assert point["kl/teacher_k1"] == pytest.approx(-1.0, abs=1e-6)
+    assert point["kl/reference_k1"] == pytest.approx(2 * KL_PER_TOKEN, abs=1e-5)
+    assert point["reward/mean"] == 0.0
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    given = np.concatenate([np.array(table[name].to_pylist()) for name in ("teacher_logprobs", "logprobs")], 1)
+    assert (given[:, :2] - given[:, 2:]).tolist() == pytest.approx(np.full((REPLIES, 2), 0.5), abs=1e-6)
+    assert table["reward"].to_pylist() == [0.0] * REPLIES
+
+
+def surplus(tokens: PolicyLossInputs) -> Any:
+    return -tokens.logprobs * (tokens.teacher_logprobs - tokens.rollout_logprobs)
+
+
+def test_a_loss_of_your_own_reads_the_teacher(tmp_path: Path, message_texts: Messages) -> None:
+    given: dict[str, Any] = {"loss": "mine:surplus", "functions": {"mine:surplus": surplus}}
+    given |= {"importance_correction": "none"}
+    world, _ = taught(make(tmp_path), tmp_path / "out", {"coef": 0.0}, **given)
+    for _, rows, *_ in world.batches:
+        assert not rows.advantages.values.any()
+        apart = rows.teacher_logprobs.values - rows.rollout_logprobs.values
+        assert apart.tolist() == pytest.approx([0.5] * 2 * MINIBATCH, abs=1e-6)
+    inputs = replace(make(_folder(tmp_path / "none"), 0), teacher=[])
+    with message_texts.raises(ValueError):
+        attempt(inputs, tmp_path / "refused", World(), model=Taught, **FIELDS | given)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_a_column_says_which_teacher_a_row_has(tmp_path: Path, message_texts: Messages) -> None:
+    inputs = make(tmp_path, 2)
+    column: dict[str, Any] = {"column": "subject", "values": ["math", "code"]}
+    _, _ = taught(inputs, tmp_path / "out", column)
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    columns = [table[name].to_pylist() for name in ("prompt", "teacher_logprobs", "logprobs")]
+    for prompt, of_teacher, own in zip(*columns, strict=True):
+        off = OFF_BY["teacher.0" if prompt % 3 else "teacher.1"]
+        assert np.subtract(of_teacher, own).tolist() == pytest.approx([off] * 2, abs=1e-6)
+    assert {len(rows) for _, rows in texts} < {1, 2, 3, REPLIES}
+    with message_texts.raises(ValueError):
+        taught(inputs, tmp_path / "other", column | {"values": ["math", "law"]})
+    with message_texts.raises(ValueError):
+        taught(inputs, tmp_path / "missing", column | {"column": "topic"})
+
+
+def test_the_policy_teaches_itself_with_a_demonstration(tmp_path: Path) -> None:
+    """It reads the same reply after a prompt with the demonstration, and samples without one."""
+    inputs = replace(make(tmp_path), teacher=[])
+    shown = {"source": "policy", "demonstration": "shown", "shown": "{prompt}. For example: {demonstration}"}
+    world, _ = taught(inputs, tmp_path / "out", shown)
+    [(role, rows)] = texts
+    assert role == "policy"
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    read = train_tokenizer([*PROMPTS, "an answer"] * 5, 300)
+    for ids, prompt, reply in zip(rows, *(table[name].to_pylist() for name in ("prompt", "reply_ids")), strict=True):
+        said = read.decode(ids[: -len(reply)])
+        assert said == f"<|user|>question number {prompt}. For example: {'an answer ' * 8}{prompt}<|end|><|assistant|>"
+        assert ids[-len(reply) :] == reply
+    for _, batch, *_ in world.batches:
+        assert batch.advantages.values.tolist() == pytest.approx([1.0] * 2 * MINIBATCH, abs=1e-6)
+
+
+def test_a_teacher_must_read_what_the_policy_reads(tmp_path: Path, message_texts: Messages) -> None:
+    """One token more in its template; another vocabulary. Nothing was opened before."""
+    for name, given in (("template", {"template": CHATML}), ("words", {"corpus": ["zebras zigzag"]})):
+        inputs, world = make(_folder(tmp_path / name), **given), World()
+        with message_texts.raises(ValueError):
+            attempt(inputs, tmp_path / name / "out", world, model=Taught, **FIELDS | {"distillation": {}})
+        assert world.calls == []
+
+
+def test_a_template_of_other_words_and_the_same_tokens_is_allowed(tmp_path: Path) -> None:
+    own = train_tokenizer([*PROMPTS, "an answer"] * 5, 300).chat_template
+    taught(make(tmp_path, template=own + "{# the same #}"), tmp_path / "out", {})
+
+
+def test_the_whole_of_a_large_vocabulary_is_refused(tmp_path: Path, message_texts: Messages) -> None:
+    inputs = make(tmp_path)
+    (inputs.policy.path / "config.json").write_text('{"text_config": {"vocab_size": 151936}}')
+    with message_texts.raises(ValueError):
+        taught(inputs, tmp_path / "out", {"beta": 0.5, "top_k": None})
+
+
+def test_distill_is_ppo_without_critic_group_or_reference() -> None:
+    config = DistillConfig(**SIZES)
+    assert (config.critic_in_use, config.samples_per_prompt, config.temperature) == ("none", 1, 1.0)
+    assert set(DISTILL.models(config)) == {"generator", "policy", "teacher.0"}
+    assert set(DISTILL.models(DistillConfig(kl={"coef": 0.1}, **SIZES))) == {  # type: ignore[arg-type]
+        *("generator", "policy", "reference", "teacher.0"),
+    }
+
+
+MODEL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("teachers", "fields"),
+    [
+        (0, {}),
+        (2, {}),
+        (1, {"distillation": {"source": "policy"}}),
+        (0, {"distillation": {"source": "policy", "demonstration": "d", "beta": 1.0}}),
+        (1, {"distillation": {"column": "subject"}}),
+        (1, {"distillation": {"values": ["math", "code"]}}),
+        (1, {"distillation": {"demonstration": "d", "shown": "{prompt}"}}),
+        (1, {"distillation": {"coef": 0.0}}),
+        (1, {"distillation": {"beta": 1.5}}),
+        (1, {"validation": {"every": 1}}),
+        (1, {"reference": True}),
+    ],
+    ids=lambda value: json.dumps(value),
+)
+def test_what_does_not_fit_is_refused_as_the_graph_is_written(
+    teachers: int, fields: dict[str, Any], message_texts: Messages
+) -> None:
+    with recording():
+        chats = xray.prepare(source="chitchat", validation_fraction=0.1)
+        models = [xray.fresh_base(chats, **MODEL, name=f"teacher-{number}") for number in range(teachers)]
+        student = xray.fresh_base(chats, **MODEL, name="student")
+        given = fields | ({"reference": student} if "reference" in fields else {})
+        with message_texts.raises(ConfigError):
+            xray.distill(student, teacher=models, prompts=chats, **given)
+
+
+def lengths(prompts: list[str], replies: list[str]) -> list[float]:
+    return [float(len(reply)) for reply in replies]
+
+
+def test_ppo_says_how_its_teacher_counts(message_texts: Messages) -> None:
+    with recording():
+        chats = xray.prepare(source="chitchat")
+        model = xray.fresh_base(chats, **MODEL)
+        given: dict[str, Any] = {"prompts": chats, "teacher": model, "rewards": [xray.reward(lengths)]}
+        with message_texts.raises(ConfigError):
+            xray.ppo(model, **given)
+        xray.ppo(model, **given, distillation={"coef": 0.1})

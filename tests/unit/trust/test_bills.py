@@ -1,0 +1,130 @@
+"""What a bundle says in public forms, checked by the validators of those forms."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import mlcroissant
+import pytest
+from referencing import Registry, Resource
+from spdx_python_model import v3_0_1 as spdx
+
+from tests.unit.trust.commands import bundled, place
+from tests.unit.trust.tampering import flip
+from xray_runtime.kernel.store.identity import file_sha256
+
+SCHEMAS = Path(__file__).parent / "openlineage"
+
+
+@pytest.fixture
+def bundle(bare: Path, tmp_path: Path) -> Path:
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    return tmp_path / "bundle"
+
+
+def read_spdx(text: str) -> Any:
+    elements = spdx.SHACLObjectSet()
+    spdx.JSONLDDeserializer().read(BytesIO(text.encode()), elements)
+    return elements
+
+
+def test_the_spdx_document_is_one_that_its_own_model_reads(bundle: Path) -> None:
+    text = (bundle / "bom.spdx.json").read_text()
+    elements = read_spdx(text)
+    assert elements.missing_ids == set()
+    [document] = elements.foreach_type(spdx.SpdxDocument)
+    [model] = document.rootElement
+    assert model.name == "ppo-2"
+    assert {entry.key: entry.value for entry in model.ai_metric}["win_rate"] == "0.6"
+    assert [(one.algorithm.rpartition("/")[2], one.hashValue) for one in model.verifiedUsing] == [
+        ("sha256", file_sha256(place(bundle, "ppo-2") / "manifest.json"))
+    ]
+    related = {
+        (one.from_.name, one.relationshipType.rpartition("/")[2]): {end.name for end in one.to}
+        for one in elements.foreach_type(spdx.Relationship)
+    }
+    assert related["ppo-2", "descendantOf"] == {"ppo-1", "sft", "reward"}
+    assert related["ppo-2", "trainedOn"] == related["ppo-2", "testedOn"] == {"prepare"}
+    assert related["reward", "trainedOn"] == {"preferences"}
+    assert related["prepare", "hasInput"] == {"own.jsonl"}
+
+
+@pytest.mark.parametrize(("old", "new"), [('"sha256"', '"a digest"'), ('"trainedOn"', '"trained"')])
+def test_spdx_refuses_another_word(old: str, new: str, bundle: Path) -> None:
+    text = (bundle / "bom.spdx.json").read_text()
+    with pytest.raises(ValueError, match=re.escape(new.strip('"'))):
+        read_spdx(text.replace(old, new))
+
+
+def test_mlcroissant_reads_the_metadata_of_each_dataset(bundle: Path) -> None:
+    found = {}
+    for path in (bundle / "croissant").iterdir():
+        metadata = mlcroissant.Dataset(jsonld=path).metadata
+        assert metadata.issues.errors == set()
+        found[metadata.name] = metadata
+        for file in metadata.file_objects:
+            assert file_sha256(path.parent / file.content_url) == file.sha256
+    assert {name: [one.name for one in each.record_sets] for name, each in found.items()} == {
+        "prepare": ["heldout", "train"],
+        "preferences": ["heldout", "train"],
+    }
+    assert "chosen" in [field.name for field in found["preferences"].record_sets[0].fields]
+
+
+def test_a_file_without_a_digest_is_one_that_mlcroissant_refuses(bundle: Path) -> None:
+    path = next((bundle / "croissant").iterdir())
+    metadata = json.loads(path.read_text())
+    del metadata["distribution"][0]["sha256"]
+    path.write_text(json.dumps(metadata))
+    with pytest.raises(mlcroissant.ValidationError, match="sha256"):
+        mlcroissant.Dataset(jsonld=path)
+
+
+def lineage_validator(schema: str) -> jsonschema.Draft202012Validator:
+    contents = [json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")]
+    registry: Registry[Any] = Registry().with_resources((one["$id"], Resource.from_contents(one)) for one in contents)
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    return jsonschema.Draft202012Validator({"$ref": schema}, registry=registry, format_checker=checker)
+
+
+def test_events_have_the_schema_of_openlineage(bundle: Path) -> None:
+    events = [json.loads(line) for line in (bundle / "openlineage.jsonl").read_bytes().splitlines()]
+    assert [(one["job"]["name"], one["eventType"]) for one in events][-4:] == [
+        ("ppo-2", "START"),
+        ("ppo-2", "COMPLETE"),
+        ("evaluate", "START"),
+        ("evaluate", "COMPLETE"),
+    ]
+    for event in events:
+        lineage_validator(event["schemaURL"]).validate(event)
+        parts = [event["job"], *event["inputs"], *event["outputs"]]
+        for facet in [facet for part in parts for facet in part["facets"].values()]:
+            lineage_validator(facet["_schemaURL"]).validate(facet)
+    assert len({one["run"]["runId"] for one in events}) == len(events) / 2
+    [trained] = [one for one in events if (one["job"]["name"], one["eventType"]) == ("reward", "COMPLETE")]
+    assert {one["name"] for one in trained["inputs"]} == {"sft", "preferences"}
+    with pytest.raises(jsonschema.ValidationError, match="is not a 'uuid'"):
+        lineage_validator(trained["schemaURL"]).validate(trained | {"run": {"runId": "one"}})
+
+
+def test_the_draft_says_what_is_known_and_marks_the_rest(bundle: Path) -> None:
+    text = (bundle / "ai-act.md").read_text()
+    assert "| ppo-2 | ppo |" in text
+    assert "**prepare**: 10 rows in heldout, 50 rows in train." in text
+    assert "evaluate: win rate over the model before 0.6" in text
+    assert "(e) Energy: not measured. **TO WRITE**" in text
+    # Weights that cannot be read have no number.
+    assert "an unknown number of parameters" in text
+
+
+def test_bills_need_statements_that_can_be_read(bare: Path, tmp_path: Path) -> None:
+    flip(place(bare, "sft") / "attestation" / "statement.json")
+    with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
+        assert "bom.spdx.json" not in archive.getnames()
