@@ -72,6 +72,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: 1 process": {},
     "mixture: ZeRO-2 × 2": {"zero_stage": 2, "num_workhorses": 2},
     "mixture: FSDP2 × 2": {"library": "fsdp2", "num_workhorses": 2},
+    "mixture: TP 2": {"num_workhorses": 2, "tensor_parallel": 2},
+    "mixture: TP 2 × DP 2, ZeRO-1": {"num_workhorses": 4, "tensor_parallel": 2, "zero_stage": 1},
     "mixture: EP 2": {"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
     "mixture: EP 2 × DP 2": {"library": "fsdp2", "num_workhorses": 4, "expert_parallel": 2},
 }
@@ -81,6 +83,7 @@ ADAPTED_MIXTURES: dict[str, dict[str, Any]] = {
     "LoRA on experts: ZeRO-2 × 2": {"lora": EXPERTS_LORA, "zero_stage": 2, "num_workhorses": 2},
     "LoRA on experts: ZeRO-3 × 2": {"lora": EXPERTS_LORA, "zero_stage": 3, "num_workhorses": 2},
     "LoRA on experts: FSDP2 × 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2},
+    "LoRA on experts: TP 2": {"lora": EXPERTS_LORA, "tensor_parallel": 2, "num_workhorses": 2},
     "LoRA on experts: EP 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
 }
 GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES), (MIXTURE, ADAPTED_MIXTURES))

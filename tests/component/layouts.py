@@ -6,15 +6,47 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks.layouts import (
+    CONFIG,
     Run,
     differences,
     updates,
 )
 from xray_runtime.cluster.learner import Learner
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.cluster.micro_batches import as_tensors
+from xray_runtime.data.batch import StepTotals, TextBatch
+from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
+
+NUM_UPDATES = 3
+
+
+def update(module: HeadedLM, optimizers: list[torch.optim.Optimizer], batches: list[TextBatch]) -> None:
+    """The updates of `run_layout`, of whole batches in one pass."""
+    for number in range(NUM_UPDATES):
+        rows = as_tensors(batches[number % len(batches)])
+        module.zero_grad()
+        training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
+    """Weights after the same updates by torch's AdamW, of whole batches in one pass, in float64."""
+    lm: Any = load_model(model)
+    if hasattr(lm.config, "num_experts"):
+        lm.set_experts_implementation("eager")  # the others have no float64
+    module = HeadedLM(lm, scalar_head=True).double().eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
+    update(module, [optimizer], batches)
+    return {name.removeprefix("lm."): p.detach().numpy() for name, p in module.named_parameters()}
 
 
 def same(run: Run, alone: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.shards import read_shards
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.causal_lm import load_model
@@ -28,6 +30,7 @@ from xray_runtime.models.config import FreshBase
 from xray_runtime.models.expert_adapters import expert_matrices
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.weight_files import overwrite
 
 LORA, DORA = LoRAConfig(rank=4, alpha=16.0), LoRAConfig(rank=4, alpha=8.0, rslora=True, dora=True)
 ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (2, 3))
@@ -169,6 +172,7 @@ def test_adapted_experts_are_published_as_peft_merges_them(mixture: Any, tmp_pat
         pytest.param(ZERO_3, id="ZeRO-3 × 2"),
         pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
         pytest.param({"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2}, id="EP 2"),
+        pytest.param(TP, id="TP 2"),
     ],
 )
 def test_the_layout_of_adapted_experts_does_not_show(mixture: Any, tmp_path: Path, layout: dict[str, Any]) -> None:
@@ -180,6 +184,31 @@ def test_the_layout_of_adapted_experts_does_not_show(mixture: Any, tmp_path: Pat
     for name, whole in adapters.items():
         torch.testing.assert_close(own[name], whole, rtol=1e-3, atol=1e-5)
     goes_on_alike(spec, split, batches, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(TP, id="TP 2"), pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long)]
+)
+def test_training_goes_on_from_an_adapter_under_a_layout(
+    alone: Any, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    config, made, adapters, _ = alone
+    if config.dora:
+        return  # starts anew
+    merged = tmp_path / "merged"
+    shutil.copytree(tiny_model, merged)
+    trained = {n: torch.from_numpy(w) for n, w in made.weights.items() if not n.startswith("scalar.")}
+    overwrite(merged, trained.items(), 0, 1)
+    write_adapter(merged / ADAPTER, config, adapters)
+    whole, own, _ = run(replace(adapted(merged, config, {}), continues=True), batches, tmp_path / "1")
+    split, parts, _ = run(replace(adapted(merged, config, layout), continues=True), batches, tmp_path / "2")
+    same(split, whole)
+    for name, tensor in own.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-5)
+    write_adapter(tmp_path / "last", config, own)
+    expected = PeftModel.from_pretrained(load_model(tiny_model), str(tmp_path / "last")).merge_and_unload().state_dict()
+    for name in trained:
+        torch.testing.assert_close(torch.from_numpy(whole.weights[name]), expected[name], rtol=1e-4, atol=1e-6)
 
 
 def goes_on_alike(spec: ModelSpec, made: Run, batches: list[TextBatch], place: Path) -> None:

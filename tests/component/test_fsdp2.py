@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
-from tests.component.layouts import part, same
+from tests.component.layouts import NUM_UPDATES, in_float64, part, same, update
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
@@ -31,7 +31,6 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import training_loss
 
-NUM_UPDATES = 3
 FSDP2: dict[str, Any] = {"library": "fsdp2", "num_workhorses": 2}
 MUON = FSDP2 | {"optimizer": "muon"}
 
@@ -39,25 +38,6 @@ MUON = FSDP2 | {"optimizer": "muon"}
 @pytest.fixture(scope="module")
 def batches(tiny_model: Path) -> list[TextBatch]:
     return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
-
-
-def update(module: HeadedLM, optimizers: list[torch.optim.Optimizer], batches: list[TextBatch]) -> None:
-    """The updates of `run_layout`, of whole batches in one pass."""
-    for number in range(NUM_UPDATES):
-        rows = as_tensors(batches[number % len(batches)])
-        module.zero_grad()
-        training_loss(module, PPOObjective(CONFIG), rows, StepTotals.of(rows)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
-    """Weights after the same updates by torch's AdamW, of whole batches in one pass, in float64."""
-    module = HeadedLM(load_model(model), scalar_head=True).double().eval()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
-    update(module, [optimizer], batches)
-    return {name.removeprefix("lm."): p.detach().numpy() for name, p in module.named_parameters()}
 
 
 def test_it_is_as_near_to_float64_as_zero_3(tiny_model: Path, batches: list[TextBatch], tmp_path: Path) -> None:

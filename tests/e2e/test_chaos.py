@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import in_flight
 from tests.chaos.episodes import Journals, clock, lost_answers
 from tests.chaos.harness import STAGES, TARGETS, Case, draw, nothing_is_lost, outcome, run
 from tests.e2e.conftest import Outcome
@@ -34,3 +35,13 @@ def test_no_answer_of_an_open_episode_is_lost(tmp_path: Path) -> None:
     assert [blow.hit for blow in met] == [True] * 4, "\n".join(map(str, met))
     assert sum(map(len, journals.answers.values())) > 0
     assert lost_answers(tmp_path / "clock", journals) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_replies_in_flight_keep_what_was_recorded(tmp_path: Path) -> None:
+    """The short form of `tests.chaos.in_flight`: a kill of each process, and replays of the run that met them."""
+    cases = [Case(n, target, "kill", in_flight.STAGE, 1.0) for n, target in enumerate(sorted(in_flight.VICTIMS))]
+    hits, lost = in_flight.checked(tmp_path / "in-flight", cases)
+    assert lost == []
+    assert hits >= 3

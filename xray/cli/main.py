@@ -18,7 +18,7 @@ FIRST = """X-ray: the whole life of an RLHF model as one auditable workflow.
   xray promote --output DIR             make the candidate the champion, if every gate passes
   xray serve --output DIR               serve the champion, OpenAI-compatible
 
-xray --help lists all commands; xray COMMAND --help explains one. Tutorial: docs/tutorial.md, tables: docs/glance.md."""
+xray --help lists all commands; xray COMMAND --help explains one. Start: docs/first-hour.md, tables: docs/glance.md."""
 """The text that `xray` alone prints."""
 
 

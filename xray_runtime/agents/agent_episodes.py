@@ -6,21 +6,20 @@ answered, and each result before it is used. After a kill, episodes that ended a
 again and are answered from it. A record in the journal, which a replay takes from the ledger, is sampled again without
 its agent.
 
-With `in_flight_updates` an episode may have calls of several versions of the policy (`agents.in_flight`).
+With `in_flight_updates` an episode may have tokens of several versions of the policy (`methods.ppo.in_flight`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xray_runtime.agents.agent_records import (
     AGENT,
@@ -28,7 +27,6 @@ from xray_runtime.agents.agent_records import (
     Played,
     agent_metrics,
     journal_entry,
-    journal_key,
     read_episodes,
     record_of,
     rollout_of_records,
@@ -75,28 +73,28 @@ class AgentEpisodes:
         config, context = self._config, setup.max_prompt + self._config.max_tokens
         leaves_out = config.untrainable == "leave_out"
         self._limits = EpisodeLimits(config.max_calls, config.max_sampled_tokens, context, leaves_out)
-        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
+        self.journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         self._known: dict[str, dict[str, PolicyCall]] = {}
         """Episode in a rollout → calls of an earlier attempt."""
-        for entry in self._journal.entries(AGENT):
+        for entry in self.journal.entries(AGENT):
             if "call" in entry:
                 call = call_from_json(entry["call"])
                 self._known.setdefault(entry["episode"], {})[call.key] = call
         self._records_path = setup.out / EPISODES
         self._records = read_episodes(self._records_path)
         # A resumed attempt does not play all episodes of the earlier one again.
-        self._records |= {tuple(e["kept"]): e["record"] for e in self._journal.entries(AGENT) if "kept" in e}
-        replays = {tuple(e["replay"]): e["record"] for e in self._journal.entries(AGENT) if "replay" in e}
-        self._replays = ReplayedEpisodes(self._generate, self._sampling, replays)
+        self._records |= {tuple(e["kept"]): e["record"] for e in self.journal.entries(AGENT) if "kept" in e}
+        replays = {tuple(e["replay"]): e["record"] for e in self.journal.entries(AGENT) if "replay" in e}
+        self._in_flight = bool(getattr(stage.config, "in_flight_updates", False))
+        self._replays = ReplayedEpisodes(self._generate, self._sampling, replays, self._in_flight)
         self._gateway = Gateway(self._generate, config.host)
         self._runner: Runner | None = None
         self._lock, self._is_closed = threading.Lock(), False
+        self._dropped: set[tuple[str, int]] = set()
         # One rollout at a time: episodes of two would have the same names.
         self._rollouts = ThreadPoolExecutor(1)
         self._threads = ThreadPoolExecutor(config.concurrency)
         """For episodes in flight."""
-        self._measured = time.perf_counter(), 0.0
-        """(now, the generator's busy seconds) at the last `metrics`."""
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
         """Run an agent for each prompt of a batch."""
@@ -118,7 +116,8 @@ class AgentEpisodes:
         ]
 
     def rollout(self, planned: Sequence[Planned], played: Sequence[Played], version: int) -> Rollout:
-        return rollout_of_records(planned, played, self._format.end_of_turn, version)
+        rollout = rollout_of_records(planned, played, self._format.end_of_turn, version)
+        return rollout if self._in_flight else rollout.with_columns(token_versions=None)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -140,20 +139,18 @@ class AgentEpisodes:
             yield
         self._replays.sample_again(version)
 
-    def recorded_batch(self, iteration: int) -> list[int] | None:
-        """The groups that an earlier attempt, or the run that is replayed, trained on in an iteration."""
-        entry = self._journal.entry(journal_key("batch", iteration))
-        return None if entry is None else entry["groups"]
+    def drop(self, planned: Planned, reply: Future[Played]) -> None:
+        reply.cancel()
+        self._dropped.add((planned.rollout, planned.row))
 
-    def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
-        self._journal.write_entries(iteration, [batch_line(iteration, groups)])
+    def take_stale(self) -> int:
+        """Calls that began anew; episodes that did are counted in their records."""
+        return self._gateway.sampler.take_stale()
 
     def metrics(self, episodes: Rollout) -> dict[str, float]:
         """Counts of the episodes, and the share of the time since the last call in which the generator sampled for no
         agent."""
-        (begin, busy), self._measured = self._measured, (time.perf_counter(), self._gateway.sampler.busy_s)
-        idle = 1 - (self._measured[1] - busy) / (self._measured[0] - begin)
-        return agent_metrics(episodes) | {"speed/generator_idle": idle}
+        return agent_metrics(episodes) | {"speed/generator_idle": self._gateway.sampler.take_idle()}
 
     def close(self) -> None:
         """End all agents and stop answering."""
@@ -190,7 +187,7 @@ class AgentEpisodes:
             attempt = counts.total()
             name = f"{planned.name}-{attempt}" if attempt else planned.name
             known = self._known.get(f"{planned.rollout}/{name}", {})
-            end = self._journal.entry(planned.key("end", attempt))
+            end = self.journal.entry(planned.key("end", attempt))
             if end is not None:
                 return Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]], end["ran_again"])
             episode, outcome = self._run(planned, name, known, version, step)
@@ -214,20 +211,20 @@ class AgentEpisodes:
         record["counts"] |= {why: counts[why] for why in ANEW}
         kept_as = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
         ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept_as)
-        self._journal.write_entries(step, [ended])
+        self.journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
         return Played(record, episode.calls(), ran_again)
 
     def _begun_anew(self, planned: Planned) -> Counter[str]:
         counts = Counter[str]()
-        while (entry := self._journal.entry(planned.key("anew", counts.total()))) is not None:
+        while (entry := self.journal.entry(planned.key("anew", counts.total()))) is not None:
             counts[entry["why"]] += 1
         return counts
 
     def _begin_anew(self, planned: Planned, step: int, counts: Counter[str], why: str) -> None:
         """Journal that an episode begins anew, and count it; `counts` are those before."""
-        self._journal.write_entries(step, [journal_entry(planned.key("anew", counts.total()), step, why=why)])
+        self.journal.write_entries(step, [journal_entry(planned.key("anew", counts.total()), step, why=why)])
         counts[why] += 1
 
     def _run(
@@ -247,7 +244,8 @@ class AgentEpisodes:
         self._gateway.open(episode)
         run = self._open_runner().start(planned.task, Address(self._gateway.url(episode), episode.secret))
         run.outcome.add_done_callback(lambda _: changed.set())
-        while not changed.wait(POLL_S) and self._gateway.sampler.failure is None:
+        place = planned.rollout, planned.row
+        while not changed.wait(POLL_S) and self._gateway.sampler.failure is None and place not in self._dropped:
             pass
         if not run.outcome.done():
             run.stop()
@@ -256,20 +254,15 @@ class AgentEpisodes:
         self._gateway.forget(episode)
         if self._gateway.sampler.failure is not None:
             raise self._gateway.sampler.failure
-        if self._is_closed:
-            raise RuntimeError(f"{self._stage.name}: the stage ended before {name}")
+        if self._is_closed or place in self._dropped:
+            raise RuntimeError(f"{self._stage.name}: {name} was given up")
         return episode, outcome
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[PolicyCall]) -> None:
         episode = f"{planned.rollout}/{name}"
         keyed = [(planned.key(name, call.key), asdict(call)) for call in calls]
         entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]
-        self._journal.write_entries(step, entries)
-
-
-def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
-    """A line of the journal: the groups that an iteration trains on (`agents.in_flight`)."""
-    return journal_entry(journal_key("batch", iteration), iteration, groups=list(groups))
+        self.journal.write_entries(step, entries)
 
 
 def _take(episode: AgentEpisode, outcome: Outcome) -> None:

@@ -1,6 +1,6 @@
 """The record of an agent's episode: in the journal and the ledger (`answers`), and from there into a rollout.
 
-    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "version", "is_trained", "options",
+    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "versions", "is_trained", "options",
                 "messages"}],
      "trained": [keys], "reward", "info", "failure", "counts"}
 
@@ -100,7 +100,7 @@ def written_calls(calls: Sequence[PolicyCall]) -> list[dict[str, Any]]:
     written = []
     for call in sorted(calls, key=lambda call: call.key):
         known = len(by_key[call.parent].tokens) if call.parent is not None else 0
-        names = ("key", "parent", "seed", "ids", "ended", "version", "is_trained", "options", "messages")
+        names = ("key", "parent", "seed", "ids", "ended", "versions", "is_trained", "options", "messages")
         written.append({name: getattr(call, name) for name in names} | {"prompt": call.prompt[known:]})
     return written
 
@@ -166,12 +166,18 @@ def rollout_of_records(planned: Sequence[Planned], played: Sequence[Played], end
     rewards = [np.nan if record["failure"] else record["reward"] for record in records]
     masks = [[own for row in branches for own in row.sampled] for branches in split]
     placed = [_on_last(mask, reward) for mask, reward in zip(masks, rewards, strict=True)]
+    oldest = [episode.version(version) for episode in played]
+    versions = [
+        [first if each is None else each for row in branches for each in row.versions]
+        for branches, first in zip(split, oldest, strict=True)
+    ]
     return Rollout(
         response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
         rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
         ended=np.array([not failure for failure in failures]),
         seed=np.array([plan.seed for plan in planned]),
-        version=np.array([episode.version(version) for episode in played]),
+        version=np.array(oldest),
+        token_versions=Ragged.of(versions, np.int32),
         prompt=np.array([plan.row for plan in planned]),
         prompt_ids=Ragged.of(branches[0].prompt for branches in split),
         response_mask=Ragged.of(masks, np.bool_),
@@ -201,7 +207,7 @@ def agent_metrics(episodes: Rollout) -> dict[str, float]:
 def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[BranchRow]:
     branches = rows(episode.calls, frozenset(episode.record["trained"]))
     # A row must have a token; nothing learns from a row without a reward.
-    return branches or [BranchRow(list(prompt), [end_of_turn], [0.0], [True])]
+    return branches or [BranchRow(list(prompt), [end_of_turn], [0.0], [True], [None])]
 
 
 def _on_last(mask: list[bool], reward: float) -> list[float]:

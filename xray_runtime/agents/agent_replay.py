@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from xray_runtime.agents.agent_records import EpisodeKey, Played, Record, journal_entry, journal_key, read_calls
-from xray_runtime.agents.segments import PolicyCall
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
-from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.methods.common.sampling.reply_stream import RecordedReply, part_tokens, sample_again
 
 
 def record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
@@ -30,29 +27,34 @@ class ReplayedEpisodes:
         generate: Callable[[PromptBatch, Sampling, int], ReplyBatch],
         sampling: Sampling,
         records: Mapping[EpisodeKey, Record],
+        in_flight: bool,
     ) -> None:
-        self._generate, self._sampling, self._records = generate, sampling, records
+        self._generate, self._records = generate, records
         self._calls = {key: read_calls(record) for key, record in records.items()}
+        self._replies: dict[EpisodeKey, dict[str, RecordedReply]] = {}
+        """Those in the loss, by the keys of their calls."""
+        for key, calls in self._calls.items():
+            self._replies[key] = {}
+            for call in calls.values():
+                if call.is_trained:
+                    options = replace(sampling, **call.options)
+                    size = part_tokens(options) if in_flight else options.max_new_tokens
+                    given = call.prompt, call.seed, options, size, call.ids, call.logprobs, call.versions
+                    self._replies[key][call.key] = RecordedReply(*given)
 
     def sample_again(self, version: int, places: Iterable[EpisodeKey] | None = None) -> None:
         """Sample the calls of a version, which the generator holds; None: of all episodes."""
-        samplings: dict[Sampling, list[tuple[EpisodeKey, PolicyCall]]] = {}
-        for key_of_episode in self._calls if places is None else places:
-            for call in self._calls.get(key_of_episode, {}).values():
-                if call.is_trained and call.version == version:
-                    samplings.setdefault(replace(self._sampling, **call.options), []).append((key_of_episode, call))
-        for sampling, batch in samplings.items():
-            seeds = np.array([call.seed for _, call in batch])
-            prompts = PromptBatch(input_ids=Ragged.of(call.prompt for _, call in batch), seed=seeds)
-            answer = self._generate(prompts, sampling, version)
-            replies = zip(answer.response_ids, answer.rollout_logprobs, strict=True)
-            for (key_of_episode, call), (ids, logprobs) in zip(batch, replies, strict=True):
-                self._calls[key_of_episode][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
+        found = (self._replies.get(key, {}) for key in (self._replies if places is None else places))
+        sample_again((reply for replies in found for reply in replies.values()), version, self._generate)
 
     def played(self, key: EpisodeKey) -> Played | None:
         """The episode at a place; None if it is not recorded."""
         if key not in self._records:
             return None
-        record, calls = self._records[key], self._calls[key]
+        record, again = self._records[key], self._replies[key]
+        calls = {
+            name: replace(call, ids=again[name].ids, logprobs=again[name].logprobs) if name in again else call
+            for name, call in self._calls[key].items()
+        }
         written = [call | {"ids": calls[call["key"]].ids} for call in record["calls"]]
         return Played(record | {"calls": written}, list(calls.values()))

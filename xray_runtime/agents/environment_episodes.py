@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +23,16 @@ import numpy as np
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.pool import EnvironmentPool
 from xray_runtime.cluster.protocols import get
-from xray_runtime.data.batch import PromptBatch, Rollout
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, rollout_of
+from xray_runtime.methods.common.sampling.reply_stream import Sampled
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 log = logging.getLogger(__name__)
+
+Say = Callable[[list[Episode], int], list[Sampled]]
+"""(episodes that go on, number of the turn) → the turn of each."""
 
 
 class Episodes:
@@ -49,7 +55,7 @@ class Episodes:
         self._generator, self._sampling, self._tokenizer = setup.generator, setup.sampling, setup.tokenizer
         self._config: EnvironmentConfig = stage.config.environment
         self._format = chat_format(setup.tokenizer)
-        self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
+        self.journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One rollout at a time: episodes of two would have the same numbers.
         self._rollouts = ThreadPoolExecutor(1)
         # A template that cannot write observations fails here, before anything is sampled.
@@ -61,13 +67,10 @@ class Episodes:
         size = -(-len(episodes) // self._config.cohorts)
         cohorts = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         with ThreadPoolExecutor(len(cohorts)) as threads:
-            running = [threads.submit(self._play, cohort, batch) for cohort in cohorts]
+            say = partial(self._say, batch)
+            running = [threads.submit(self._play, cohort, batch.name, batch.number, say) for cohort in cohorts]
             for cohort in running:
                 cohort.result()
-        for episode in episodes:
-            if not episode.ids:
-                # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
-                episode.say([self._format.end_of_turn], [0.0])
         return rollout_of(episodes, batch.version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
@@ -81,31 +84,43 @@ class Episodes:
     def metrics(self, episodes: Rollout) -> dict[str, float]:
         return {}
 
-    def _play(self, episodes: list[Episode], batch: EpisodeBatch) -> None:
+    def _play(self, episodes: list[Episode], name: str, step: int, say: Say) -> None:
         """Play the turns of a cohort until all its episodes are over."""
-        stage, name, number = self._stage, batch.name, batch.number
-        assert batch.version is not None
-        for episode, start in self._answers(episodes, name, number):
+        for episode, start in self._answers(episodes, name, step):
             self._begin(episode, Start(**start))
         turn = 0
         while active := [episode for episode in episodes if not episode.over]:
-            seeds = [derive_seed(stage.seed, stage.name, batch.purpose, number, e.row, turn) for e in active]
-            rows = PromptBatch(input_ids=Ragged.of([*e.prompt, *e.ids] for e in active), seed=np.array(seeds))
-            answer = get(self._generator.generate.remote(rows, self._sampling, batch.version))
-            check_rollout(answer, len(active), self._sampling)
-            turns = [ids.tolist() for ids in answer.response_ids]
-            texts = decode_replies(self._tokenizer, turns)
-            for episode, ids, logprobs, text in zip(active, turns, answer.rollout_logprobs, texts, strict=True):
-                episode.say(ids, logprobs.tolist())
+            replies = say(active, turn)
+            for episode, reply, text in zip(
+                active, replies, decode_replies(self._tokenizer, [reply.ids for reply in replies]), strict=True
+            ):
+                episode.say(reply.ids, reply.logprobs)
                 episode.replies.append(text)
-            # An environment cannot answer a turn that was cut off.
-            for episode, ended in zip(active, answer.ended, strict=True):
-                episode.over = not ended
-            for episode, step in self._answers([e for e in active if not e.over], name, number):
-                self._follow(episode, Step(**step))
+                # An environment cannot answer a turn that was cut off.
+                episode.over = not reply.ended
+            for episode, answer in self._answers([e for e in active if not e.over], name, step):
+                self._follow(episode, Step(**answer))
             turn += 1
         for episode in episodes:
             self._pool.close(episode.number)
+            if not episode.ids:
+                # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
+                episode.say([self._format.end_of_turn], [0.0])
+
+    def _say(self, batch: EpisodeBatch, active: list[Episode], turn: int) -> list[Sampled]:
+        """The next turn of each episode."""
+        stage, version = self._stage, batch.version
+        assert version is not None
+        seeds = [derive_seed(stage.seed, stage.name, batch.purpose, batch.number, e.row, turn) for e in active]
+        rows = PromptBatch(input_ids=Ragged.of([*e.prompt, *e.ids] for e in active), seed=np.array(seeds))
+        answer = self._generate(rows, self._sampling, version)
+        columns = zip(answer.response_ids, answer.rollout_logprobs, answer.ended, strict=True)
+        return [Sampled(ids.tolist(), logprobs.tolist(), bool(ended), []) for ids, logprobs, ended in columns]
+
+    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
+        answer = get(self._generator.generate.remote(rows, sampling, version))
+        check_rollout(answer, len(rows), sampling)
+        return answer
 
     def _begin(self, episode: Episode, start: Start) -> None:
         if start.messages is None and start.tools is None:
@@ -137,7 +152,7 @@ class Episodes:
     def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
         """The environments' answers to the last replies, or to the reset. Episodes that fail are left out."""
         keys = {episode.row: answer_key(name, episode.row, episode.replies) for episode in episodes}
-        entries = {row: self._journal.entry(key) for row, key in keys.items()}
+        entries = {row: self.journal.entry(key) for row, key in keys.items()}
         requests = {e.row: self._request(e) for e in episodes if entries[e.row] is None}
         fresh = []
         for episode in episodes:
@@ -148,7 +163,7 @@ class Episodes:
                 fresh.append(entry)
                 entries[episode.row] = entry
         # Written before use: an environment with a clock or a service would answer differently the next time.
-        self._journal.write_entries(step, fresh)
+        self.journal.write_entries(step, fresh)
         for episode in episodes:
             entry = entries[episode.row] or {}
             episode.answers.append({name: entry[name] for name in ("answer", "failure") if name in entry})

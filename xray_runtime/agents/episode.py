@@ -18,13 +18,13 @@ from typing import Any
 
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request, before_stop, read_calls
-from xray_runtime.agents.sampler import BatchSampler
 from xray_runtime.agents.segments import CallPosition, PolicyCall, Tree
 from xray_runtime.agents.threads import in_thread
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import shown
+from xray_runtime.methods.common.sampling.reply_stream import ReplyStream
 from xray_runtime.rewards.source import MAX_NAMES
 
 COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")
@@ -43,13 +43,17 @@ class EpisodeLimits:
     """Answer calls that cannot be trained on and leave them out of the loss, instead of refusing them."""
 
 
+class GeneratorFailedError(RuntimeError):
+    """The generator raised an error; nothing is wrong with the call."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """How the calls of a rollout are sampled."""
 
     chat_format: ChatFormat
     decode: Callable[[list[int]], str]
-    sampler: BatchSampler
+    sampler: ReplyStream
     sampling: Sampling
     version: int | None
     """None: the version that the generator holds when a call's turn comes."""
@@ -287,7 +291,11 @@ class AgentEpisode:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
-        sampled = await self._policy.sampler.sample(position.prompt, seed, sampling, self._policy.version)
+        answer = self._policy.sampler.sample(position.prompt, seed, sampling, self._policy.version)
+        try:
+            sampled = await asyncio.wrap_future(answer)
+        except Exception as error:
+            raise GeneratorFailedError("the generator failed") from error
         parent = position.parent.key if position.parent else None
         return PolicyCall(key, parent, position.prompt, seed, *sampled, is_trained, options, position.messages)
 

@@ -7,15 +7,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 import uvicorn
 
 from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.http import AgentApp
-from xray_runtime.agents.sampler import BatchSampler, Generate
 from xray_runtime.agents.spans import Spans, named_spans
+from xray_runtime.methods.common.sampling.reply_stream import Generate, ReplyStream
 
 T = TypeVar("T")
 
@@ -26,7 +25,7 @@ class Gateway:
     """Answers calls at `http://HOST:PORT/episodes/ID`, until `close`.
 
     Args:
-        generate: samples a batch of replies; called in threads, one call at a time.
+        generate: samples a batch of replies; called in a thread, one call at a time.
         host: address to listen on; agents on other machines need one that they can reach.
         spans: where calls are traced; None: where the environment says (`spans.named_spans`).
 
@@ -41,7 +40,7 @@ class Gateway:
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         shown = f"[{host}]" if ":" in host else host
         self._address = f"http://{shown}:{self._socket.getsockname()[1]}"
-        self.sampler = BatchSampler(generate)
+        self.sampler = ReplyStream(generate)
         self._episodes: dict[str, AgentEpisode] = {}
         config = uvicorn.Config(
             AgentApp(self._episodes, self._spans),
@@ -76,15 +75,9 @@ class Gateway:
 
     @contextmanager
     def updating(self, version: int, oldest: int) -> Iterator[None]:
-        """Hold calls while the generator's weights become those of `version`; the running batch ends first. Episodes
-        with a call of a version before `oldest` end."""
-        asyncio.run_coroutine_threadsafe(self.sampler.hold(), self._loop).result()
-        now = self.sampler.version
-        try:
+        """As `ReplyStream.updating`; episodes with a call of a version before `oldest` end."""
+        with self.sampler.updating(version, oldest):
             yield
-            now = version
-        finally:
-            self.call(partial(self.sampler.release, now))
 
         def end_stale() -> None:
             for episode in list(self._episodes.values()):
@@ -106,6 +99,7 @@ class Gateway:
 
     def close(self) -> None:
         """Stop answering."""
+        self.sampler.close()
         self._server.should_exit = True
         self._thread.join()
         self._loop.close()

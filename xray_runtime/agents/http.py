@@ -18,10 +18,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from typing import Any, Protocol
 
 from xray_runtime.agents import chat, completions, messages, responses
-from xray_runtime.agents.episode import AgentEpisode
+from xray_runtime.agents.episode import AgentEpisode, GeneratorFailedError
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request
-from xray_runtime.agents.sampler import GeneratorFailedError
 from xray_runtime.agents.spans import Spans, note_replies, note_request
 from xray_runtime.agents.threads import in_thread
 from xray_runtime.kernel.request_bodies import parse_body

@@ -29,6 +29,7 @@ from xray_runtime.agents.request import Request
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.pairs import Messages
 from xray_runtime.methods.common.sampling.agent_rows import BranchRow
+from xray_runtime.methods.common.sampling.reply_stream import Runs, by_token, oldest
 
 VOLATILE = re.compile(
     r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?\b|\b\d\d:\d\d:\d\d(?:\.\d+)?\b"
@@ -49,8 +50,8 @@ class PolicyCall:
     ids: list[int]
     logprobs: list[float]
     ended: bool
-    version: int
-    """The version of the policy that sampled it."""
+    versions: Runs
+    """Which versions of the policy sampled it."""
     is_trained: bool
     """False: it was sampled from another distribution than the policy's."""
     options: dict[str, Any]
@@ -62,6 +63,11 @@ class PolicyCall:
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.ids
+
+    @property
+    def version(self) -> int:
+        """The oldest version."""
+        return oldest(self.versions, 0)
 
 
 @dataclass(frozen=True)
@@ -220,10 +226,10 @@ def rows(calls: Sequence[PolicyCall], trained: frozenset[str]) -> list[BranchRow
     beginnings = [(call, call.prompt) for call in reversed(children.get(None, []))]
     while beginnings:
         call, prompt = beginnings.pop()
-        row, branches = BranchRow(prompt, [], [], []), []
+        row, branches = BranchRow(prompt, [], [], [], []), []
         while True:
-            _append(row, call.prompt[len(row.prompt) + len(row.ids) :], None, False)
-            _append(row, call.ids, call.logprobs, call.key in trained)
+            _append(row, call.prompt[len(row.prompt) + len(row.ids) :])
+            _append(row, call.ids, call if call.key in trained else None)
             first, *others = children.get(call.key, [None])
             branches += [(other, other.prompt) for other in others if other is not None]
             if first is None:
@@ -240,7 +246,8 @@ def _ancestors(by_key: dict[str, PolicyCall], key: str | None) -> Iterator[Polic
         key = by_key[key].parent
 
 
-def _append(row: BranchRow, ids: list[int], logprobs: list[float] | None, is_sampled: bool) -> None:
+def _append(row: BranchRow, ids: list[int], trained: PolicyCall | None = None) -> None:
     row.ids.extend(ids)
-    row.logprobs.extend(logprobs if logprobs is not None and is_sampled else [0.0] * len(ids))
-    row.sampled.extend([is_sampled] * len(ids))
+    row.logprobs.extend([0.0] * len(ids) if trained is None else trained.logprobs)
+    row.sampled.extend([trained is not None] * len(ids))
+    row.versions.extend([None] * len(ids) if trained is None else by_token(trained.versions))

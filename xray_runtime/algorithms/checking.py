@@ -27,7 +27,7 @@ NUM_TOP = 3
 """The sampler's likeliest tokens in the place of each."""
 TOLERANCE = 1e-9
 """Between two ways to compute one number in float64."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "teacher_logprobs")
+BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "versions", "teacher_logprobs")
 """Streams of single tokens; all others are of whole replies."""
 
 
@@ -158,7 +158,8 @@ def _rollout() -> AdvantageInputs:
     groups, nothing = torch.arange(batch) // 2, torch.zeros(batch, dtype=torch.float64)
     streams = {name: (-normal(*mask.shape).abs() - 0.5) * mask for name in BY_TOKEN}
     streams["turns"] = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(-1).sub(1).clamp(min=0)
-    streams |= {"versions": torch.arange(batch) % 3, "sources": normal(batch, 2), "source_weights": normal(2).abs()}
+    streams["versions"] = torch.arange(mask.numel()).reshape(mask.shape) % 3
+    streams |= {"sources": normal(batch, 2), "source_weights": normal(2).abs()}
     probe = Probe(streams, lambda name: _column(name, batch), set())
     return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, 0.9, 0.8, probe)
 
@@ -177,7 +178,7 @@ def _tokens() -> PolicyLossInputs:
     streams = {"old_logprobs": old, "rollout_logprobs": old + 0.1 * normal(), "ref_logprobs": old + 0.3 * normal()}
     streams |= {"teacher_logprobs": old + 0.3 * normal()}
     rollout = _rollout()
-    streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[replies], "groups": replies // 2}
+    streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[chosen], "groups": replies // 2}
     likely = (-torch.rand(2, len(replies), NUM_TOP, generator=random, dtype=torch.float64) - 1.5).log_softmax(-1) - 0.1
     ids = torch.arange(NUM_TOP).repeat(len(replies), 1)
     streams |= dict(zip(TOPK, (ids, *likely), strict=True))

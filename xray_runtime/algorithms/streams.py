@@ -52,7 +52,7 @@ class TokenStreams:
 
     @property
     def versions(self) -> Tensor:
-        """int64: updates before the (oldest) policy that sampled the reply; for advantages [B]."""
+        """int64: updates before the policy that sampled each token."""
         return read(self.streams, "versions")
 
     @property

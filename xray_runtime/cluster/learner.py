@@ -336,6 +336,8 @@ def _adapters(lm: Any, spec: ModelSpec) -> Adapters | None:
     adapters = Adapters(lm, lora, spec.directory, spec.adapter_seed)
     if spec.adapter is not None:
         adapters.load(dict(tensors_in(adapter_files(spec.adapter))))
+    elif spec.continues:
+        adapters.go_on(dict(tensors_in(adapter_files(spec.directory))))
     return adapters
 
 

@@ -65,6 +65,8 @@ class ModelSpec:
     """Seed of LoRA adapters' first values."""
     pictures: tuple[Path, ...] = ()
     """Folders of the pictures that rows may have."""
+    continues: bool = False
+    """Training goes on with the adapter beside the weights in `directory`, into which it is merged."""
     adapter: Path | None = None
     """A checkpoint whose adapter a frozen model has beside its weights."""
     reference: Objective | None = None

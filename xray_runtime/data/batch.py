@@ -180,7 +180,7 @@ class PolicyBatch(TextBatch[A]):
     topk_ids: Ragged[A] = _TOPK_IDS
     topk_logprobs: Ragged[A] = _TOPK_LOGPROBS
     turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
-    version: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "as of a rollout")
+    versions: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "updates of the policy that sampled it")
     group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
     weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator")
@@ -225,6 +225,15 @@ class Rollout(ReplyBatch[A]):
 
     seed: A = _SEED
     version: A = column("[B]", "int64", _LOOP, "ppo.metrics, ppo.ledger_writer", "updates of its policy, the oldest")
+    token_versions: Ragged[A] = column(
+        "[B, R]",
+        "int32",
+        "sampling.journaled_turns",
+        "ppo.ledger_writer",
+        "`version` of each token",
+    )
+    """Only with `in_flight_updates`; so is `group`."""
+    group: A = column("[B]", "int64", "ppo.in_flight", "ppo.ledger_writer", "number of its group, as they began")
     prompt: A = column("[B]", "int64", _LOOP, "sampling.scoring, ppo.ledger_writer", "index of the stage's prompt")
     drawn: A = column("[B]", "str", _LOOP, "ppo.ledger_writer", "why a curriculum drew the prompt")
     prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "sampling.scoring", "the environment's first prompt")

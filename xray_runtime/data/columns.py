@@ -36,6 +36,8 @@ LEDGER = (
     listed("prompt", "[B]", "int64", _WRITER, _PAGES, "first row of the training pairs with this prompt"),
     listed("drawn", "[B]", "string", _WRITER, _PAGES, "as above; absent without a curriculum"),
     listed("version", "[B]", "int32", _WRITER, _PAGES, "as above"),
+    listed("group", "[B]", "int64", _WRITER, "trust.replay", "as above; with `in_flight_updates`"),
+    listed("token_versions", "[B, R]", "int32", _WRITER, "trust.replay", "as above; with `in_flight_updates`"),
     listed("seed", "[B]", "int64", _WRITER, _PAGES, "as above"),
     listed("ended", "[B]", "bool", _WRITER, _PAGES, "as above"),
     listed("prompt_ids", "[B, P]", "int32", _WRITER, _PAGES, "the prompt"),

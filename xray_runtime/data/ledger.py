@@ -56,10 +56,13 @@ class LedgerShard:
     """Digest of the trained weights that the generator loaded before the rollout. None: none were sent (before the
     first update the policy equals its parent), or they were sent from GPU to GPU without a digest."""
     table: pa.Table
+    dropped: tuple[int, ...] = ()
+    """Numbers of the groups in flight that the iteration gave up (`oversample`)."""
 
     def to_bytes(self) -> bytes:
         """The shard's file as bytes."""
         about = {"iteration": str(self.iteration)} | ({"policy": self.policy} if self.policy else {})
+        about |= {"dropped": json.dumps(self.dropped)} if self.dropped else {}
         out = pa.BufferOutputStream()
         # Numbers rarely repeat: dictionary encoding would take five times as long and half as much space again.
         table = self.table.replace_schema_metadata(about)
@@ -96,7 +99,7 @@ def read_shard(path: Path, *, lists: bool = True) -> LedgerShard:
         table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
-        return LedgerShard(int(about[b"iteration"]), policy, table)
+        return LedgerShard(int(about[b"iteration"]), policy, table, tuple(json.loads(about.get(b"dropped", b"[]"))))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error

@@ -15,12 +15,13 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.models.config import CONFIG_FILE as CONFIG_FILE
 from xray_runtime.models.lora import EXPERTS, LoRAConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSORS_FILE = "adapter_model.safetensors"
 
 
 def write_adapter(
@@ -47,6 +48,18 @@ def write_adapter(
     # Copies, since safetensors refuses tensors in one memory, as an update has them.
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(held, directory / TENSORS_FILE)
+
+
+def keep_adapter(adapter: Path, directory: Path, base: str) -> None:
+    """Write an adapter of others, merged by `with_adapter`, into `directory`, if it is one of `LoRAConfig`: training
+    may go on from it (`continued`)."""
+    config, tensors = json.loads((adapter / CONFIG_FILE).read_bytes()), load_file(adapter / TENSORS_FILE)
+    others = [name for name in ("rank_pattern", "alpha_pattern", "use_dora", "target_parameters") if config.get(name)]
+    sides = {name.rpartition(".lora_")[2]: tensor.shape[0] for name, tensor in tensors.items()}
+    if others or sides.keys() != {"A.weight", "B.weight"} or sides["A.weight"] != config["r"]:
+        return
+    lora = LoRAConfig(rank=config["r"], alpha=float(config["lora_alpha"]), rslora=bool(config.get("use_rslora", False)))
+    write_adapter(directory, lora, {name: tensor.float() for name, tensor in tensors.items()}, base)
 
 
 class AdapterFields(NamedTuple):

@@ -53,6 +53,8 @@ class AdaptedLinear(nn.Module):
         self.lora_A, self.lora_B = nn.Linear(inner, rank, bias=False), nn.Linear(rank, out, bias=False)
         nn.init.zeros_(self.lora_B.weight)
         self.magnitude = nn.Parameter(torch.empty(out)) if dora else None
+        self.register_buffer("start_A", None, persistent=False)
+        self.register_buffer("start_B", None, persistent=False)
         self.between: Callable[[Tensor], Tensor] = lambda low: low
         """How tensor-parallel peers join their parts of A x."""
 
@@ -69,6 +71,9 @@ class AdaptedLinear(nn.Module):
         if self.is_off:
             return plain
         added: Tensor = self.lora_B(self.between(self.lora_A(x))) * self.scaling
+        if self.start_A is not None:  # as small a product as the other, so that their difference begins as zero
+            low = self.between(nn.functional.linear(x, self.start_A.to(x.dtype)))
+            added = added - nn.functional.linear(low, self.start_B.to(x.dtype)) * self.scaling
         if self.magnitude is None:
             return plain + added
         weight, bias = self.base_layer.weight, self.base_layer.bias
@@ -105,6 +110,8 @@ class Adapters:
         self.layers: dict[str, AdaptedLinear] = {}
         """By name in `lm`."""
         self.experts: dict[str, AdaptedExperts] = {}
+        self._starts: dict[str, tuple[Tensor, Tensor]] = {}
+        """Layer → A and B that are part of its frozen matrix already."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for name in names:
@@ -153,6 +160,9 @@ class Adapters:
         for name, layer in self.layers.items():
             own = {part: whole(f"lm.{name}.{part}", parameter) for part, parameter in layer.parts().items()}
             delta = (own["lora_B.weight"] @ own["lora_A.weight"]) * layer.scaling
+            if name in self._starts:
+                a, b = (start.to(delta.device) for start in self._starts[name])
+                delta = delta - (b @ a) * layer.scaling
             weight = self._weight(name).to(delta.device) + (delta.T if layer.transposed else delta)
             if layer.magnitude is not None:
                 rows = 0 if layer.transposed else 1
@@ -188,6 +198,14 @@ class Adapters:
                 own[name].copy_(from_peft(tensor, name, own[name].shape))
         self._turn(off=not tensors)
 
+    def go_on(self, tensors: Mapping[str, Tensor]) -> None:
+        """Train on from `tensors` (`unmerged`), which are merged into `lm` already: a pass adds what they change from
+        now on, so that adapters off still are the model as it was given. Raises ValueError: as `load`."""
+        self.load(tensors)
+        for name, layer in self.layers.items():
+            layer.start_A, layer.start_B = (part.weight.detach().clone() for part in (layer.lora_A, layer.lora_B))
+            self._starts[name] = layer.start_A, layer.start_B
+
     def _trained(self) -> dict[str, tuple[str, nn.Parameter]]:
         """peft's name → (name in the `HeadedLM`, parameter)."""
         found: dict[str, tuple[str, nn.Parameter]] = {}
@@ -213,13 +231,15 @@ def adapted_layers(lm: Any, config: LoRAConfig) -> list[str]:
     """
     if config.target_modules is None:
         return linear_layers(lm)
-    output, found = lm.get_output_embeddings(), list[str]()
+    output, found, scanned = lm.get_output_embeddings(), list[str](), _scanned_layers(lm)
     for name, module in lm.named_modules():
         if not _is_named(name, config.target_modules):
             continue
         problem = None
         if module is output or isinstance(module, nn.Embedding):
             problem = "is an embedding or the output layer, which may share its weight with another"
+        elif name in scanned:
+            problem = "is read by the state-space layer that has it, which would compute without the adapter"
         elif is_experts(name, module):
             problem = "are experts, whose adapters have no norms: leave out lora.dora" if config.dora else None
         elif not isinstance(module, LINEAR):
@@ -242,14 +262,28 @@ def _is_named(name: str, targets: Collection[str]) -> bool:
 
 
 def linear_layers(lm: Any) -> list[str]:
-    """Names of the linear layers of `lm` but its output layer and, in a mixture, its experts and what chooses them."""
+    """Names of the linear layers of `lm` but its output layer, what the scan of a state-space layer reads and, in a
+    mixture, its experts and what chooses them."""
     output = lm.get_output_embeddings()
     mixtures = {name.rpartition(".")[0] for name, _ in lm.named_modules() if name.endswith(".experts")}
     counts = {getattr(lm.config, field, None) for field in NUM_EXPERTS}
+    scanned = _scanned_layers(lm)
 
     def is_adapted(name: str, module: nn.Module) -> bool:
-        if not isinstance(module, LINEAR) or module is output or "experts" in name.split("."):
+        if not isinstance(module, LINEAR) or module is output or name in scanned or "experts" in name.split("."):
             return False
-        return name.rpartition(".")[0] not in mixtures or module.weight.shape[0] not in counts
+        chooses = any(name.startswith(f"{mixture}.") for mixture in mixtures) and module.weight.shape[0] in counts
+        return not chooses
 
     return [name for name, module in lm.named_modules() if is_adapted(name, module)]
+
+
+def _scanned_layers(lm: Any) -> set[str]:
+    """Names of the linear layers in Mamba's state-space layers but the first: fused scans read their weights (on a
+    GPU all of them, as peft says of `out_proj`; `dt_proj` everywhere)."""
+    mixers = {name for name, module in lm.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")}
+    return {
+        name
+        for name, module in lm.named_modules()
+        if isinstance(module, LINEAR) and name.rpartition(".")[0] in mixers and not name.endswith(".in_proj")
+    }

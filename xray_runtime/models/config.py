@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,7 +11,9 @@ from pydantic import Field, model_validator
 
 from xray_runtime.kernel.config.section import Count, Section
 from xray_runtime.kernel.config.sources import Source
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 
+CONFIG_FILE = "adapter_config.json"
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -57,22 +60,36 @@ def named_base(directory: Path) -> str | None:
     checkpoint that has the adapter. None: `directory` is no adapter, or also a model.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names none, or a checkpoint that is not there.
     """
-    file = directory / "adapter_config.json"
+    file = directory / CONFIG_FILE
     try:
         if not file.is_file() or (directory / "config.json").is_file():
             return None
     except OSError:  # no path, or one that must not be read: whoever reads the model says so
         return None
-    try:
-        base = json.loads(file.read_bytes())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base = None
+    base, is_ours = None, False
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = json.loads(file.read_bytes())
+        base, is_ours = content["base_model_name_or_path"], "base_sha256" in content
     if not isinstance(base, str) or not base:
         raise ValueError(f"model = {str(directory)!r} is not allowed: its adapter_config.json names no base model")
     beside = directory.absolute().parent.parent / base
+    if is_ours and not beside.is_dir():
+        raise ValueError(
+            f"model = {str(directory)!r} is not allowed: it is an adapter of the checkpoint {base}, which is not in "
+            f"{str(beside.parent)!r}: copy it there, or write the whole model with xray export --merged where both are"
+        )
     return str(beside) if beside.is_dir() else base
+
+
+def _is_alone(directory: Path) -> bool:
+    """Whether a checkpoint was published as an adapter alone (`lora.publish: adapter`)."""
+    try:
+        alone = (directory / ADAPTER / CONFIG_FILE).is_file()
+        return alone and not any(file.name.startswith("model") for file in directory.glob("*.safetensors*"))
+    except OSError:  # as in `named_base`
+        return False
 
 
 class HubModel(Section):
@@ -91,7 +108,11 @@ class HubModel(Section):
     @classmethod
     def _adapter_as_model(cls, given: Any) -> Any:
         model = given.get("model") if isinstance(given, dict) else None
-        if not isinstance(model, str) or (base := named_base(Path(model))) is None:
+        if not isinstance(model, str):
+            return given
+        if _is_alone(Path(model)):
+            model = str(Path(model) / ADAPTER)
+        if (base := named_base(Path(model))) is None:
             return given
         if given.get("adapter") is not None:
             raise ValueError(f"adapter must be left out where model, {model!r}, is an adapter itself")

@@ -69,8 +69,7 @@ class HeadedLM(nn.Module):
         self.adapters = adapters
         text = lm.config.get_text_config()
         text.use_cache = False
-        hidden = text.hidden_size
-        self.scalar = ScalarHead(hidden, 1) if scalar_head else None
+        self.scalar = ScalarHead(text.hidden_size, 1) if scalar_head else None
         if self.scalar is not None:
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
@@ -79,9 +78,8 @@ class HeadedLM(nn.Module):
         self.parts, self._logits = family.parts, family.logits(lm.config)
         self.pictures: PictureReader | None = None
         """Set where rows have pictures."""
-        if family.pictures is not None:
-            for tower in family.pictures.towers:
-                lm.get_submodule(tower).requires_grad_(False)
+        for tower in family.pictures.towers if family.pictures is not None else ():
+            lm.get_submodule(tower).requires_grad_(False)
         known = family.auxiliary
         self.noted = known if known and hasattr(lm.config, known.option) else None
         """The output of its own that training notes."""
@@ -129,8 +127,8 @@ class HeadedLM(nn.Module):
         return self.lm.get_submodule(self.parts.layers)
 
     def _same_trunk(self, other: Any) -> bool:
-        names = [self.parts.embeddings, self.parts.head]
-        names += [f"{self.parts.layers}.{number}" for number in range(self.frozen_layers)]
+        frozen = (f"{self.parts.layers}.{number}" for number in range(self.frozen_layers))
+        names = (self.parts.embeddings, self.parts.head, *frozen)
         pairs = [(self.lm.get_submodule(name), other.get_submodule(name)) for name in names]
         parameters = (pq for a, b in pairs for pq in zip(a.parameters(), b.parameters(), strict=True))
         # Those of skeletons are compared in their files, by `weight_files.same_trunk`.
@@ -184,8 +182,7 @@ class HeadedLM(nn.Module):
             given = {} if routes is None else {ARGUMENT: routes}
             return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids, **given)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
-        norm = self.lm.get_submodule(self.parts.norm)
-        top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
+        top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], self.lm.get_submodule(self.parts.norm))
         return self._run(top, lengths, prompts, inputs_embeds=states)
 
     def _run_whole(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import InTotoRecord, load_private, sign
+from xray_runtime.kernel.evidence.kinds.timestamp import AuthorityChosen, LogTimestamps, Stamped
 from xray_runtime.kernel.evidence.kinds.witness import LogWitness, WitnessChosen
 from xray_runtime.kernel.evidence.lines import MAX_BYTES, LogRecord
 from xray_runtime.kernel.evidence.log import END, LOG, digests, view
@@ -30,6 +31,7 @@ from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.trust.merkle import MerkleTree
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 from xray_runtime.trust.signing import signing_key
+from xray_runtime.trust.timestamp import TimestampProblem, request_stamp
 from xray_runtime.trust.witness import (
     DirectoryWitness,
     WitnessProblem,
@@ -152,6 +154,39 @@ def decide(output: Path, *, by: str | None = None, private: Path | None = None, 
         facts = {"version", "checkpoint", "evidence", "page"}
         if last is None or last.model_dump(include=facts) != decision.model_dump(include=facts):
             append(output, decision, private=private, locked=True)
+            _stamp(output, private)
+
+
+def choose_authority(output: Path, address: str, certificate: str, *, by: str) -> None:
+    """Have a timestamp authority (RFC 3161) stamp the log now and after each decision.
+
+    Args:
+        certificate: its root certificate, in PEM.
+
+    Raises ConfigError: it does not stamp this log.
+    """
+    try:
+        with lock(output, "log"):
+            if not view(output).heads:
+                raise TimestampProblem(f"{output} has no log yet")
+            # Tried before it is named.
+            request_stamp(address, certificate, read_log_checkpoint(output))
+            append(output, AuthorityChosen(address=address, certificate=certificate, by=by), locked=True)
+            _stamp(output, None)
+    except ValueError as error:
+        raise ConfigError(f"ADDRESS: {address!r} is not allowed: {first_line(error)}") from None
+
+
+def _stamp(output: Path, private: Path | None) -> None:
+    """Have the log's authority stamp it, if it has one; the caller holds the lock, so that no entry comes between."""
+    authority = view(output).state(LogTimestamps).chosen
+    if authority is None:
+        return
+    try:
+        token = request_stamp(authority.address, authority.certificate, read_log_checkpoint(output))
+        append(output, Stamped(token=token), private=private, locked=True)
+    except ValueError as problem:
+        LOGGER.error("%s: the timestamp authority %s: %s", output, authority.address, problem)
 
 
 def log_checkpoints(

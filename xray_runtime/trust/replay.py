@@ -32,6 +32,7 @@ from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
+from xray_runtime.methods.ppo.in_flight import restore_groups
 from xray_runtime.models.merging import full_model
 from xray_runtime.rewards.external_rewards import recorded_sources
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
@@ -236,6 +237,7 @@ def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, j
         found = restore_answers(checkpoint, journal)
         if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):
             found.add(ENVIRONMENT)
+        restore_groups(checkpoint, config, last, journal)
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
     return sorted(found)

@@ -17,7 +17,6 @@ from tests.unit.agents.parts import LIMITS, TOOL, FakeGenerator
 from xray_runtime.agents import chat
 from xray_runtime.agents.episode import AgentEpisode, Policy
 from xray_runtime.agents.request import Request
-from xray_runtime.agents.sampler import BatchSampler
 from xray_runtime.agents.segments import CallPosition, PolicyCall, Tree, rows
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
@@ -25,6 +24,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRow
+from xray_runtime.methods.common.sampling.reply_stream import ReplyStream
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.config import FreshBase
 
@@ -61,7 +61,7 @@ def policy_of(tokenizer: Any, generator: FakeGenerator) -> Policy:
     return Policy(
         chat_format(tokenizer),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        BatchSampler(generator),
+        ReplyStream(generator),
         sampling,
         0,
         lambda key: derive_seed(3, key),

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from tests.unit.models.families import model
-from xray_runtime.models.adapter_files import read_fields, write_adapter
+from xray_runtime.kernel.graph.artifacts import ADAPTER
+from xray_runtime.models.adapter_files import keep_adapter, read_fields, write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
 from xray_runtime.models.config import PretrainedBase, named_base
+from xray_runtime.models.continued import continues
 from xray_runtime.models.expert_adapters import expert_matrices
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
@@ -262,6 +264,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     (base / "manifest.json").write_text("{}")
     write_adapter(adapter, lora, {}, "base", sha256="ab" * 32)
     refused()
+    write_adapter(adapter, lora, {}, "base")
     with pytest.raises(ValueError, match="adapter must be left out where model"):
         PretrainedBase(model=str(adapter), adapter="other")
     write_adapter(adapter, lora, {})
@@ -271,3 +274,98 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
 
 def test_what_is_no_path_is_no_adapter() -> None:
     assert named_base(Path("a" * 5000)) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_training_goes_on_from_an_adapter(tmp_path: Path, family: str) -> None:
+    """From the merged model, to the bit; published are A and B of the model below, and their sum."""
+    from peft import PeftModel
+
+    base, merged, adapter = (tmp_path / name for name in ("base", "merged", "adapter"))
+    fields = {"n_embd": 32, "n_layer": 2, "n_head": 2} if family == "gpt2" else {}
+    model(family, vocab_size=300, **fields).float().save_pretrained(base)
+    config = LoRAConfig(rank=2, alpha=6.0)
+
+    def trained(lm: Any, adapters: Adapters) -> None:
+        with torch.no_grad():
+            for number, (name, parameter) in enumerate(lm.named_parameters()):
+                if "lora_" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 10)
+
+    lm: Any = load_model(base)
+    adapters = Adapters(lm, config, base, seed=3)
+    trained(lm, adapters)
+    first = {n: t.clone() for n, t in adapters.unmerged(lambda name, parameter: parameter.data)}
+    write_adapter(merged / ADAPTER, config, first, "base")
+    shutil.copytree(base, merged, dirs_exist_ok=True)
+    merge_into(merged, adapters)
+
+    given = HeadedLM(load_model(merged)).hidden(*TEXTS)
+    lm = load_model(merged)
+    adapters = Adapters(lm, config, merged, seed=4)
+    adapters.go_on(first)
+    module = HeadedLM(lm, adapters=adapters)
+    assert torch.equal(module.hidden(*TEXTS), given)
+    trained(lm, adapters)
+    hidden = module.hidden(*TEXTS)
+    assert (hidden - given).abs().max() > 1e-2
+    with adapters.off():
+        assert torch.equal(module.hidden(*TEXTS), given)
+    last = dict(adapters.unmerged(lambda name, parameter: parameter.data))
+    assert all(not torch.equal(tensor, first[name]) for name, tensor in last.items())
+    write_adapter(adapter, config, last, "base")
+    peft = PeftModel.from_pretrained(load_model(base), str(adapter)).merge_and_unload()
+    torch.testing.assert_close(HeadedLM(peft).hidden(*TEXTS), hidden, rtol=1e-4, atol=1e-5)
+    merge_into(merged, adapters)
+    torch.testing.assert_close(HeadedLM(load_model(merged)).hidden(*TEXTS), hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target_modules": ["o_proj", "q_proj"]}, "sft: continues the adapter of merged"),
+        ({"target_modules": ["q_proj"]}, "lora.target_modules names other layers"),
+        ({}, "lora.target_modules names other layers"),
+        ({"rank": 4, "rslora": True}, "lora.rank is 4, not 2; lora.rslora is True, not False"),
+        ({"publish": "adapter"}, "lora.publish is 'adapter'"),
+    ],
+    ids=["the same", "fewer layers", "all layers", "other sizes", "published alone"],
+)
+def test_it_goes_on_where_the_fields_are_the_same(
+    tmp_path: Path, fields: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    place = tmp_path / "merged"
+    model("llama", vocab_size=300).save_pretrained(place)
+    peft = get_peft_model(load_model(place), LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "o_proj"]))
+    peft.save_pretrained(tmp_path / "others")
+    keep_adapter(tmp_path / "others", place / ADAPTER, "org/name")
+    assert read_fields(place / ADAPTER).base == "org/name"
+    with caplog.at_level("INFO"):
+        found = continues(place, LoRAConfig(**({"rank": 2, "alpha": 6.0} | fields)), "sft")
+    assert found is (said in "sft: continues the adapter of merged")
+    assert said in caplog.text
+
+
+def test_an_adapter_with_sizes_of_its_own_is_not_kept(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}}
+    peft = get_peft_model(model("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **patterns))
+    peft.save_pretrained(tmp_path / "others")
+    keep_adapter(tmp_path / "others", tmp_path / "kept", "base")
+    assert not (tmp_path / "kept").exists()
+    assert not continues(tmp_path, LoRAConfig(), "sft")
+
+
+def test_an_adapter_without_its_base_is_refused(tmp_path: Path) -> None:
+    """A checkpoint that was published as an adapter alone, and the adapter in it."""
+    checkpoint = tmp_path / "ppo-1"
+    write_adapter(checkpoint / ADAPTER, LoRAConfig(rank=2), {}, "sft-1", sha256="ab" * 32)
+    for given in (checkpoint, checkpoint / ADAPTER):
+        with pytest.raises(ValueError, match=r"it is an adapter of the checkpoint sft-1, which is not in .*: copy it"):
+            PretrainedBase(model=str(given))
+    (tmp_path / "sft-1").mkdir()
+    assert PretrainedBase(model=str(checkpoint)) == PretrainedBase(model=str(checkpoint / ADAPTER))
+    assert PretrainedBase(model=str(checkpoint)).model == str(tmp_path / "sft-1")

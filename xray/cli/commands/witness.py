@@ -67,3 +67,27 @@ def serve(
     for path in trust or []:
         trust_log(directory, path)
     run_serve(directory, host, port, on_ready)
+
+
+@command.command()
+def authority(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="http[s]://… of a timestamp authority (RFC 3161).")],
+    output: Root,
+    certificate: Annotated[Path, typer.Option(metavar="ROOT.pem", help="Its root certificate.")],
+    by: By = None,
+) -> None:
+    """Have an authority say when: it stamps the log now, and after each decision.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.kernel.store.checkpoints import read_bounded
+    from xray_runtime.trust.log import choose_authority
+
+    open_lineage_store(output, None)
+    try:
+        pem = read_bounded(certificate).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--certificate: {str(certificate)!r} cannot be read ({type(error).__name__})") from None
+    choose_authority(output, address, pem, by=by or getpass.getuser())
+    print(f"{address} stamps the log of {output} after each decision")

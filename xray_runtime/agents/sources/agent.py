@@ -8,25 +8,22 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.agent_episodes import AgentEpisodes, batch_line
+from xray_runtime.agents.agent_episodes import AgentEpisodes
 from xray_runtime.agents.agent_records import agent_examples, read_episodes
 from xray_runtime.agents.agent_replay import record_line
-from xray_runtime.agents.in_flight import GROUP, InFlightEpisodes
 from xray_runtime.data.ledger import ANSWERS, answered_iterations
 from xray_runtime.data.pairs import Example
 from xray_runtime.kernel.graph.artifacts import EPISODES
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodeSource, SamplerSetup
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.config.section import Section
-    from xray_runtime.methods.common.training.prompts import UniquePrompts
 
 COLUMNS = ("row", "round", "version", ANSWERS)
 
@@ -46,25 +43,21 @@ class AgentSource(EpisodeSource):
             is_any = True
         return is_any
 
-    def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> InFlightEpisodes:
-        assert isinstance(episodes, AgentEpisodes)
-        return InFlightEpisodes(episodes, stage.config, prompts)
-
     def examples(self, record: str, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
         return agent_examples(json.loads(record), decode, name)
 
 
 def _lines(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, Any]]:
-    """Lines of the journal with the records of an iteration's episodes, and with which they are (`in_flight`)."""
-    lines, groups = [], dict[int, None]()
-    for row, attempt, version, text in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
-        record, place = json.loads(text), row - attempt * config.rollout_size
-        rollout = rollout_name(purpose_of(attempt), number, version)
-        if GROUP in record:
-            groups[record[GROUP]] = None
-            rollout, place = rollout_name(purpose_of(0), record[GROUP], None), row % config.samples_per_prompt
-        lines.append(record_line(rollout, place, number, record))
-    return [*lines, *([batch_line(number, list(groups))] if groups else [])]
+    """Lines of the journal with the records of an iteration's episodes."""
+    lines = []
+    columns = [table[name].to_pylist() for name in COLUMNS]
+    groups = table["group"].to_pylist() if config.in_flight_updates else [None] * len(table)
+    for row, attempt, version, text, group in zip(*columns, groups, strict=True):
+        rollout, place = rollout_name(purpose_of(attempt), number, version), row - attempt * config.rollout_size
+        if group is not None:
+            rollout, place = rollout_name(purpose_of(0), group, None), row % config.samples_per_prompt
+        lines.append(record_line(rollout, place, number, json.loads(text)))
+    return lines
 
 
 SOURCE = AgentSource()

@@ -12,6 +12,7 @@ import numpy as np
 
 from xray_runtime.agents.environment_episodes import Episodes, answer_key
 from xray_runtime.agents.environments.pool import EnvironmentPool
+from xray_runtime.agents.environments_in_flight import EnvironmentsInFlight
 from xray_runtime.data.ledger import ANSWERS, answered_iterations
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.kernel.store.manifest import LEDGER
@@ -37,7 +38,8 @@ class EnvironmentSource(EpisodeSource):
         config, log_path = setup.stage.config.environment, setup.log_dir / LOG
         with ExitStack() as stack:
             pool = EnvironmentPool(config.path, config.num_workers, config.timeout_s, config.memory_mb, log_path)
-            episodes = Episodes(setup, pool)
+            in_flight = getattr(setup.stage.config, "in_flight_updates", False)
+            episodes = (EnvironmentsInFlight if in_flight else Episodes)(setup, pool)
             stack.callback(episodes.close)
             stack.enter_context(pool)
             yield episodes
@@ -55,11 +57,16 @@ class EnvironmentSource(EpisodeSource):
 
 def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Lines of the journal for the episodes of an iteration."""
-    for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in COLUMNS), strict=True):
+    columns = [table[name].to_pylist() for name in COLUMNS]
+    groups = table["group"].to_pylist() if config.in_flight_updates else [None] * len(table)
+    for row, attempt, version, ids, mask, answers, group in zip(*columns, groups, strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
+        place = row - attempt * config.rollout_size
+        if group is not None:
+            rollout, place = rollout_name(purpose_of(0), group, None), row % config.samples_per_prompt
         replies = [text for is_sampled, text in turns(tokenizer, np.array(ids), np.array(mask)) if is_sampled]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
-            key = answer_key(rollout, row - attempt * config.rollout_size, replies[:turn])
+            key = answer_key(rollout, place, replies[:turn])
             yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
 
 

@@ -20,11 +20,11 @@ FORK_SERVER = "XRAY_FORK_SERVER"
 SPIN_COUNT = 500
 """How often a waiting OpenMP thread looks for work before it sleeps (measured: 22 ns a look, 11 μs in all). Sleeping at
 once costs a wake-up for every operation of a small model; looking longer takes cores from other processes (10,000 made
-a step three times slower beside a busy one). See `benchmarks/results-2026-11.md`."""
+a step three times slower beside a busy one). See `docs/results.md`."""
 
 REPRODUCIBLE = "AUTO"
 """MKL's mode with reductions in a fixed order, without which MKL does not promise the same bits in every run. It is as
-fast (`benchmarks/results-2026-11.md`)."""
+fast (`docs/results.md`)."""
 
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """glibc's settings for a process that trains on a CPU: the gradients of a step take the memory of the last step's. New

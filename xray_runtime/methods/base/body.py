@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.kernel.store.location import locate
 from xray_runtime.methods.base.generator_trial import check_sampled
+from xray_runtime.models.adapter_files import keep_adapter
 from xray_runtime.models.causal_lm import (
     load_model,
     load_tokenizer,
@@ -48,6 +50,9 @@ def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     except ValueError as error:
         raise ValueError(f"{field}: {model!r} cannot be used: {error}") from error
     save_model(lm, tokenizer, out, stops, files)
+    if stage.config.adapter is not None:
+        # A directory's path says where this machine keeps it.
+        keep_adapter(Path(stage.config.adapter), out / ADAPTER, Path(model).name if Path(model).is_dir() else model)
     try:
         copy_processor(locate(model)[0], out)
     except (OSError, ValueError) as error:

@@ -12,14 +12,14 @@ The loop of `run` is the algorithm; each iteration:
 `validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
 
 With `lag: n` the replies of n iterations later are sampled during `score` and `update` of this one; `generate` only
-waits for the rest. With `in_flight_updates` agents go on while weights change (`agents.in_flight`).
+waits for the rest. With `in_flight_updates` unfinished replies go on while weights change (`in_flight`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,23 +36,23 @@ from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.episode_source import (
     EpisodeSampler,
     SamplerSetup,
-    in_flight_of,
     open_episodes,
 )
+from xray_runtime.methods.common.sampling.replies_in_flight import open_in_flight
 from xray_runtime.methods.common.sampling.scoring import RolloutScorer, ScoredRollout
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
-from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.curriculum import PromptOrder
 from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
 from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
+from xray_runtime.methods.ppo.in_flight import InFlight
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs
+from xray_runtime.methods.ppo.models import is_own_reference, model_specs, stage_adapter
 from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.routing import check_family
 from xray_runtime.methods.ppo.teachers import Teachers
@@ -99,12 +99,14 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 loop.rollouts.wait()
             golds = loop.gold_scores(scored)
             with clock.phase("ledger"):
-                loop.ledger.write(iteration, scored, rewards, experience, update.times_trained, sent, golds)
+                loop.ledger.write(
+                    iteration, scored, rewards, experience, update.times_trained, sent, golds, loop.rollouts.dropped
+                )
             loop.kl.update(experience.reference_kl, experience.num_rows)
 
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
-            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout)
+            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout, iteration)
             metrics |= loop.order.metrics()
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
@@ -194,11 +196,12 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     specs = model_specs(stage, rewards, functions, limit, teachers)
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(
-            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
-        ) as episodes,
+        ExitStack() as stack,
     ):
-        in_flight = in_flight_of(stage, episodes, prompts) if config.in_flight_updates else None
+        setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        episodes = stack.enter_context(open_episodes(setup))
+        source = stack.enter_context(open_in_flight(setup, episodes))
+        in_flight = None if source is None else InFlight(source, config, prompts)
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, order, episodes, in_flight)
         keep_files: list[KeepsFiles] = [rollouts, order, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
@@ -275,7 +278,7 @@ def _published(loop: _Loop, out: Path) -> int:
     loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
-    synced = synced_adapter(config.adapter_sync, config.lora, config.generator, loop.stage.runtime)
+    synced = stage_adapter(loop.stage)
     # A generator that got merged weights has none to read where an adapter alone was written.
     has_weights = synced is not None or config.lora is None or config.lora.publish == "merged"
     reads = config.generator.capabilities.own_models and not config.in_flight_updates and has_weights

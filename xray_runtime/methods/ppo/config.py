@@ -107,10 +107,13 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     updates old when the policy trains on them; importance weights correct this. More than 1 makes nothing faster, but
     shows what older replies cost."""
     in_flight_updates: bool = False
-    """With `lag` and an agent: episodes run on while weights change, so that a slow one holds nobody up. An iteration
-    trains on the first prompts whose episodes are all complete, and each token is weighted by the version that sampled
-    it. An episode with a token more than `lag` updates old begins anew. Time decides the schedule, which is recorded:
-    a run that was killed and a replay follow the record, but two runs may differ."""
+    """With `lag`: replies and episodes run on while weights change, so that a slow one holds nobody up. An iteration
+    trains on the first prompts whose replies are all complete, and each token is weighted by the version that sampled
+    it. A reply or an episode with a token more than `lag` updates old begins anew. Time decides the schedule, which is
+    recorded: a run that was killed and a replay follow the record, but two runs may differ."""
+    oversample: UnitInterval = 0.0
+    """With `in_flight_updates`: this share more prompts of an iteration are under way, and each iteration gives up as
+    many of those that run longest. Then short replies are trained on more often than they are sampled."""
     epochs: Count = 4
     """Passes over each rollout."""
     minibatch_size: Count = 32
@@ -226,11 +229,6 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     def _defaults_of_the_method(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        if "repetition_penalty" in given:
-            raise ValueError(
-                f"repetition_penalty = {given['repetition_penalty']!r} is not allowed: the policy's log-probabilities "
-                "have none, and ratios to replies sampled with one would be biased"
-            )
         if given.get("environment") is not None:
             of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
             given = {**of_episodes, **given}

@@ -63,6 +63,9 @@ def check_reported(config: Any, feature: str, count: int) -> None:
     if config.environment is not None:
         why = "the tokens of a turn are kept without the others that could have been"
         raise ValueError(unsupported(feature, "environment", why=why))
+    if config.in_flight_updates:
+        why = "they are reported for whole replies of one policy"
+        raise ValueError(unsupported(feature, "in_flight_updates = True", why=why))
     if config.generator.capabilities.top_logprobs < count:
         where = f"generator.engine = {config.generator.engine!r}"
         raise ValueError(unsupported(feature, where, able(GENERATORS, "top_logprobs")))
@@ -114,11 +117,17 @@ def check_environment(config: Any) -> None:
     environment = config.environment
     if config.in_flight_updates and not config.lag:
         raise ValueError(
-            "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
-            "of an older policy"
+            "in_flight_updates = True must be False with lag = 0: replies that run across an update have tokens of an "
+            "older policy"
         )
-    if config.in_flight_updates and not isinstance(environment, AgentConfig):
-        raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
+    if config.in_flight_updates and config.routing == "replay":
+        raise ValueError(
+            "routing = 'replay' must be 'own' with in_flight_updates = True: routes are recorded for whole replies"
+        )
+    if config.oversample and not config.in_flight_updates:
+        raise ValueError(
+            f"oversample = {config.oversample} must be 0 without in_flight_updates: only they leave replies unfinished"
+        )
     if environment is None:
         return
     check_turns(environment, config.max_new_tokens, config.stop)

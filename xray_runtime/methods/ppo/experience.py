@@ -133,10 +133,17 @@ def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
         **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
-        "versions": torch.from_numpy(rollout.version),
+        "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
     }
+
+
+def _versions(rollout: Rollout) -> Tensor:
+    """The version that sampled each token [B, T]."""
+    if "token_versions" in rollout:
+        return _dense(rollout.token_versions).long()
+    return torch.from_numpy(rollout.version)[:, None].expand(-1, int(rollout.response_ids.lengths.max(initial=0)))
 
 
 def _read_by_loss(
@@ -154,10 +161,8 @@ def _read_by_loss(
         found |= rollout.pick("topk_ids", "topk_logprobs")
     if "teacher_logprobs" in read:
         found["teacher_logprobs"] = scores.teacher_logprobs
-    if "turns" in read:
-        found["turns"] = Ragged(streams["turns"][torch.from_numpy(like.mask())].numpy(), like.offsets)
-    if "versions" in read:
-        found["version"] = rollout.version
+    for name in {"turns", "versions"} & read:
+        found[name] = Ragged(streams[name][torch.from_numpy(like.mask())].numpy(), like.offsets)
     if "groups" in read:
         found["group"] = streams["groups"].numpy()
     return found

@@ -81,6 +81,7 @@ class Ledger:
         times_trained: np.ndarray,
         policy: str | None,
         golds: Sequence[float] | None,
+        dropped: Sequence[int] = (),
     ) -> None:
         """Write an iteration's rollouts, as configured.
 
@@ -89,6 +90,7 @@ class Ledger:
             times_trained: number of optimizer steps on each row of `experience`.
             policy: `LedgerShard.policy`.
             golds: gold score of each reply [B]; None without `gold`.
+            dropped: `LedgerShard.dropped`.
         """
         keep = self._config.ledger.keep
         if keep == "none":
@@ -108,7 +110,8 @@ class Ledger:
             ungraded = None if golds is None else [None] * count
             tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
-        LedgerShard(iteration, policy, self._hashed(table) if self._salt is not None else table).write(self._directory)
+        table = self._hashed(table) if self._salt is not None else table
+        LedgerShard(iteration, policy, table, tuple(dropped)).write(self._directory)
         if isinstance(keep, int):
             shard_path(self._directory, iteration - keep).unlink(missing_ok=True)
 
@@ -138,6 +141,7 @@ class Ledger:
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
                 **_token_scores(scored.scores),
                 **_turns(rollout),
+                **_versions(rollout),
                 **_nested(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
@@ -224,6 +228,13 @@ def _nested(rollout: Rollout) -> dict[str, pa.Array]:
     found = rollout.pick(*ROUTES, *TOP).items()
     columns = {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
     return columns | ({KEPT: lists_of_sets(rollout.kept_ids, rollout.kept_counts)} if KEPT in rollout else {})
+
+
+def _versions(rollout: Rollout) -> dict[str, Any]:
+    """The columns that only rollouts in flight have."""
+    if "group" not in rollout:
+        return {}
+    return {"group": rollout.group, "token_versions": lists(rollout.token_versions, pa.int32())}
 
 
 def _token_scores(scores: Scores) -> dict[str, pa.Array]:

@@ -12,6 +12,7 @@ from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.roles import ppo_models
+from xray_runtime.models.continued import continues
 from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rewards.reward_sources import RewardSources
@@ -42,7 +43,7 @@ def model_specs(
     for name, role in ppo_models(config).items():
         if name == "generator":
             longest = max_prompt + config.max_response_tokens
-            adapter = synced_adapter(config.adapter_sync, config.lora, config.generator, stage.runtime)
+            adapter = stage_adapter(stage)
             specs[name] = GeneratorSpec(policy, longest, config.generator, adapter=adapter)
         elif name == "policy":
             specs[name] = trained_model(
@@ -56,6 +57,7 @@ def model_specs(
                 # Models with the policy's frozen trunk are branches of the policy.
                 branches=rewards.branches | ({"reference": BranchSpec(reference)} if role.branches else {}),
                 reference=ReferenceObjective(config.temperature) if is_own_reference(stage) else None,
+                continues=goes_on(stage),
             )
         elif name == "reference" and not is_own_reference(stage):
             specs[name] = ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen)
@@ -69,6 +71,7 @@ def model_specs(
                 training=config.model_copy(update={"engine": role.layout, "lora": _merged(config.lora)}),
                 new_head=True,
                 head=critic / VALUE_HEAD if critic.exists() else None,
+                continues=False,
             )
     # With a lag, the generator works at the same time.
     scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
@@ -79,6 +82,21 @@ def model_specs(
 def _merged(lora: LoRAConfig | None) -> LoRAConfig | None:
     """The adapters of a critic: no checkpoint of its own, it has its weights beside it."""
     return None if lora is None else lora.model_copy(update={"publish": "merged"})
+
+
+def goes_on(stage: Stage[PPOConfig, PPOInputs]) -> bool:
+    """Whether the policy's adapters are those that it is given. A generator with adapters of its own has the given
+    weights below them, and so wants new ones."""
+    config = stage.config
+    if config.lora is None or config.adapter_sync == "adapter":
+        return False
+    return continues(stage.inputs.policy.path, config.lora, stage.name)
+
+
+def stage_adapter(stage: Stage[PPOConfig, PPOInputs]) -> LoRAConfig | None:
+    """`synced_adapter` of a stage."""
+    config, way = stage.config, "merged" if goes_on(stage) else stage.config.adapter_sync
+    return synced_adapter(way, config.lora, config.generator, stage.runtime)
 
 
 def is_own_reference(stage: Stage[PPOConfig, PPOInputs]) -> bool:

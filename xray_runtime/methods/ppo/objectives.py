@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 BY_TOKEN = (
-    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns"),
+    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions"),
     *("topk_ids", "topk_logprobs"),
 )
 """Columns of single tokens that a policy loss may read."""
@@ -118,8 +118,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         """Name → values [R] of all that was sent and the policy's loss may read."""
         rows = self.rows
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
-        by_row = {"versions": rows.version} if "version" in rows else {}
-        by_row |= {"groups": rows.group} if "group" in rows else {}
+        by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
         of_policy = {TOPK_POLICY_LOGPROBS: self.topk_logprobs} if "topk_ids" in rows else {}
         return by_token | of_policy | {name: values[self.replies] for name, values in by_row.items()}

@@ -3,7 +3,7 @@
 With `lag: n` (1 is "one-step-off") the generator samples rollout i + n with version i, the policy after i updates,
 while all models score rollout i and the policy learns from it. Version 0 samples the first n + 1 rollouts; every later
 one is n updates old, and none is older. Weights never change while a rollout is sampled, so it depends on prompts,
-seeds and one version, never on timing; `in_flight_updates` gives that up (`EpisodesInFlight`). The loss then involves
+seeds and one version, never on timing; `in_flight_updates` gives that up (`in_flight`). The loss then involves
 three policies:
 
     behaviour   version i − n, in the generator, sampled           `rollout_logprobs`
@@ -17,10 +17,11 @@ over behaviour. The same weights, with the same cap, correct for the generator's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,8 +37,9 @@ from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, EpisodesInFlight
+    from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler
     from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.in_flight import InFlight
     from xray_runtime.methods.ppo.kind import PPOInputs
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
@@ -78,7 +80,7 @@ class Rollouts:
 
     Args:
         episodes: plays episodes instead of sampling single replies.
-        in_flight: the episodes that run across updates, with `in_flight_updates`.
+        in_flight: the groups that run across updates, with `in_flight_updates`.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Rollouts:
         prompts: UniquePrompts,
         order: PromptOrder,
         episodes: EpisodeSampler | None = None,
-        in_flight: EpisodesInFlight | None = None,
+        in_flight: InFlight[Any, Any] | None = None,
     ) -> None:
         self._generator, self._stage, self._prompts, self._order = generator, stage, prompts, order
         self._sampling, self._episodes, self._in_flight = sampling, episodes, in_flight
@@ -129,8 +131,15 @@ class Rollouts:
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
             return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 
-    def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Metrics of an iteration with these episodes, if they are that."""
+    @property
+    def dropped(self) -> Sequence[int]:
+        """`LedgerShard.dropped` of the last iteration."""
+        return () if self._in_flight is None else self._in_flight.dropped
+
+    def metrics(self, rollout: Rollout, iteration: int) -> dict[str, float]:
+        """Metrics of an iteration with these episodes, if they are that, or with groups in flight."""
+        if self._in_flight is not None:
+            return self._in_flight.metrics(rollout, iteration)
         return {} if self._episodes is None else self._episodes.metrics(rollout)
 
     def probe(self, policy: ModelHandle, version: int, turn: AbstractContextManager[None] | None = None) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xray_runtime.engines.sampling_config import LARGEST_SET, MOST_REPORTED
 from xray_runtime.kernel.config.section import Section
@@ -28,6 +29,16 @@ class SampledTokensConfig(Section):
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_REPORTED)] = 20
     """How many of the sampler's likeliest tokens rollout and ledger have at each place; only where `score_centering` or
     the loss reads them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_penalty(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "repetition_penalty" in given:
+            raise ValueError(
+                f"repetition_penalty = {given['repetition_penalty']!r} is not allowed: the policy's log-probabilities "
+                "have none, and ratios to replies sampled with one would be biased"
+            )
+        return given
 
     @property
     def cuts(self) -> str:

@@ -93,7 +93,10 @@ class Validation:
         assert self._config is not None
         score, length = self._mean(models, replies, iteration), float(replies.own_tokens().lengths.mean())
         self.best.update(models, iteration, score)
-        return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
+        metrics = {"validation/score": score, "validation/length": length, "validation/best": self.best.state.best}
+        return {name: float(value) for name, value in metrics.items()} | {
+            "validation/version": float(replies.version.min())
+        }
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rollout, iteration: int) -> float:
         ids, messages = replies.response_ids, [messages for messages, _ in self._prompts]

@@ -93,7 +93,9 @@ def records(rows: Rows_) -> list[dict[str, Any]]:
 def tokens_of(row: dict[str, Any]) -> Iterator[tuple[int, float]]:
     """(version, importance weight) of each sampled token; an episode of `waits` is one branch of two calls."""
     calls = json.loads(row["answers"])["calls"]
-    versions = [call["version"] for call in sorted(calls, key=lambda c: c["parent"] is not None) for _ in call["ids"]]
+    in_order = sorted(calls, key=lambda c: c["parent"] is not None)
+    versions = [version for call in in_order for version, count in call["versions"] for _ in range(count)]
+    assert versions == [each for each, own in zip(row["token_versions"], row["response_mask"], strict=True) if own]
     weights = [weight for weight, own in zip(row["weights"], row["response_mask"], strict=True) if own]
     return zip(versions, weights, strict=True)
 
@@ -104,7 +106,7 @@ def test_a_slow_agent_delays_no_other_and_tokens_are_weighted_by_version(
     """The wait ends with version 2, which comes after two iterations: those have other prompts than the slow one's."""
     trained(inputs, tmp_path / "out", versions, tmp_path / "kept")
     found = shards(tmp_path / "out")
-    groups = [[record["group"] for record in records(rows)] for rows in found]
+    groups = [[row["group"] for row in rows] for rows in found]
     # Each group once, and of those that were complete the ones that began first.
     assert sorted(group for of_iteration in groups for group in of_iteration) == list(range(ITERATIONS * REPLIES))
     assert all(of_iteration == sorted(of_iteration) for of_iteration in groups)
@@ -117,7 +119,7 @@ def test_a_slow_agent_delays_no_other_and_tokens_are_weighted_by_version(
     assert len(slow) == 2
     iteration, row, record = slow[0]
     assert iteration >= 2
-    spread = sorted(call["version"] for call in record["calls"])
+    spread = sorted(version for call in record["calls"] for version, _ in call["versions"])
     assert spread[0] < 2 <= spread[1]
     assert row["version"] == spread[0]
     # Each minibatch adds SURER to the policy's log-probabilities, and a version is REPLIES / MINIBATCH minibatches.
@@ -147,7 +149,7 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
     journaled = {e["call"]["key"]: e["call"] for e in entries[: end + 4] if "call" in e}
     again = {call["key"]: call for rows in after for record in records(rows) for call in record["calls"]}
     assert journaled.keys() <= again.keys()
-    assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "version"))
+    assert all(again[key][name] == call[name] for key, call in journaled.items() for name in ("ids", "versions"))
     assert len(again) == ITERATIONS * REPLIES * 2
 
     for path in inputs.policy.path.iterdir():
@@ -195,10 +197,10 @@ def test_an_episode_that_ended_begins_anew_when_its_group_is_complete_too_late(
     [(iteration, record)] = late
     assert record["counts"]["stale"] == 1
     assert iteration >= 2
-    assert all(iteration - 1 <= call["version"] for call in record["calls"])
+    assert all(iteration - 1 <= v for call in record["calls"] for v, _ in call["versions"])
 
 
-@pytest.mark.parametrize("fields", [{"lag": 0}, {"environment": None}, {"environment": {"path": "a:b"}}])
+@pytest.mark.parametrize("fields", [{"lag": 0}, {"in_flight_updates": False, "oversample": 0.25}])
 def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], message_texts: Messages) -> None:
     with message_texts.raises(ConfigError):
         validate_as(PPOConfig, options(**fields), "ppo")

@@ -54,11 +54,11 @@ def test_checks_try_streams_too() -> None:
         check_loss(lambda t: t.logprobs * t.column("level").mean())
     with pytest.raises(ValueError, match="tokens that the policy did not choose"):
         check_loss(lambda t: t.logprobs + _of_reply(t, t.rollout_logprobs))
-    check_advantages(lambda r: r.scores * r.column("level") + (r.rollout_logprobs * r.mask).sum(-1) + r.versions)
+    check_advantages(lambda r: r.scores * r.column("level") + ((r.rollout_logprobs + r.versions) * r.mask).sum(-1))
     with pytest.raises(ValueError, match="depends on padding"):
         check_advantages(lambda r: r.scores + r.rollout_logprobs.mean())
     with pytest.raises(ValueError, match="depends on the order of the replies"):
-        check_advantages(lambda r: r.scores + r.versions.cumsum(0))
+        check_advantages(lambda r: r.scores + (r.versions * r.mask).sum(-1).cumsum(0))
 
 
 def _of_reply(tokens: PolicyLossInputs, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_other_losses_are_sent_what_they_always_were(make_lm: MakeLM) -> None:
 
 def test_advantages_get_what_they_read(make_lm: MakeLM) -> None:
     def by_level(rollout: AdvantageInputs) -> Tensor:
-        return rollout.column("level") + rollout.sources @ rollout.source_weights + rollout.versions
+        return rollout.column("level") + rollout.sources @ rollout.source_weights + rollout.versions[:, 0]
 
     facts = RowFacts({"level": range(8)}, {"a": torch.ones(8), "b": torch.arange(8.0), "c": torch.ones(8)})
     facts = RowFacts(facts.columns, facts.sources, {"a": 0.5, "b": 2.0, "c": 0.0})

@@ -1,7 +1,8 @@
 """Tensor parallelism: DeepSpeed AutoTP splits a model's linear layers by the plan of its Hugging Face class.
 
 Column-parallel layers hold rows of their matrix, row-parallel ones columns; norms, embeddings and heads are whole on
-every peer. AutoTP is called directly with our own groups: its config key would make groups without a pipeline.
+every peer. AutoTP is called directly with our own groups: its config key would make groups without a pipeline. Of a
+mixture's experts each peer holds its own, and computes for all tokens what these add to the result.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from xray_runtime.engines.shard_loading import Split
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.experts import expert_modules, keep_own, of_pairs, summed
 from xray_runtime.models.family import Heads
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import EXPERTS
 
 
 def check_split(lm: Any, degree: int, field: str) -> None:
@@ -32,19 +35,24 @@ def check_split(lm: Any, degree: int, field: str) -> None:
         )
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"{refused}: a {type(lm).__name__} has no tensor-parallel plan")
+    if wrong := next((e.num_experts for _, e in expert_modules(lm) if e.num_experts % degree), None):
+        raise ValueError(f"{refused}: it must divide the model's {wrong} experts")
     try:
         _layer_specs(lm)
     except ValueError as error:
         styles = str(error).partition(". ")[0]  # the rest is advice on a key that X-ray does not give DeepSpeed
-        experts = "; library 'fsdp2' splits experts, by expert_parallel" if "experts" in styles else ""
-        raise ValueError(f"{refused} for a {type(lm).__name__} ({styles}){experts}") from error
+        raise ValueError(f"{refused} for a {type(lm).__name__} ({styles})") from error
 
 
 def _layer_specs(lm: Any) -> Any:
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
     from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 
-    return TPPlanConverter.convert(_get_hf_tp_plan(lm))
+    plan = _get_hf_tp_plan(lm)
+    if any(expert_modules(lm)):
+        # Its styles for experts, which AutoTP does not have, split each of them.
+        plan = {name: style for name, style in plan.items() if EXPERTS not in name.split(".")}
+    return TPPlanConverter.convert(plan)
 
 
 def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str, Split]:
@@ -58,6 +66,9 @@ def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str
         _autotp(module, mesh)._replace_module(module)
     if module.adapters is not None:
         _split_adapters(module.adapters, mesh)
+    for _, experts in expert_modules(module):
+        own = keep_own(experts, mesh.tensor_rank, degree)
+        experts.forward = _OwnExperts(experts, experts.forward, own * mesh.tensor_rank, mesh.tensor_group)
     splits = {}
     for name, parameter in module.named_parameters():
         dims = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
@@ -77,12 +88,40 @@ def _split_adapters(adapters: Adapters, mesh: Mesh) -> None:
         base = layer.base_layer
         if isinstance(base, LinearLayer | LinearAllreduce):
             by_rows = isinstance(base, LinearLayer)
-            part = layer.lora_B.weight if by_rows else layer.lora_A.weight
             sizes = base._partition_sizes
             low = sum(sizes[: mesh.tensor_rank])
-            part.data = part.data.narrow(0 if by_rows else 1, low, sizes[mesh.tensor_rank]).contiguous()
+
+            def own(whole: Tensor, dim: int = 0 if by_rows else 1, low: int = low, sizes: Any = sizes) -> Tensor:
+                return whole.narrow(dim, low, sizes[mesh.tensor_rank]).contiguous()
+
+            part = layer.lora_B.weight if by_rows else layer.lora_A.weight
+            part.data = own(part.data)
+            if layer.start_A is not None and by_rows:
+                layer.start_B = own(layer.start_B)
+            elif layer.start_A is not None:
+                layer.start_A = own(layer.start_A)
             apply = ColumnParallel.apply if by_rows else functools.partial(_summed, RowParallel)
             layer.between = functools.partial(apply, mesh.tensor_group)
+
+
+class _OwnExperts:
+    """The forward pass of this peer's experts, from number `first` on, summed over peers."""
+
+    def __init__(self, experts: Any, compute: Any, first: int, group: Any) -> None:
+        self._experts, self._compute, self._first, self._group = experts, compute, first, group
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum [N, H] of the results of K experts, for tokens [N, H], their experts [N, K] and weights."""
+        from deepspeed.module_inject.layers import ColumnParallel, RowParallel
+
+        # Peers have the same tokens; what flows back to these and to the weights is summed over them.
+        states = ColumnParallel.apply(self._group, hidden_states)
+        weights = ColumnParallel.apply(self._group, top_k_weights).flatten()
+        chosen = top_k_index.flatten() - self._first
+        pairs = ((chosen >= 0) & (chosen < self._experts.num_experts)).nonzero().flatten()
+        token = pairs // top_k_index.shape[1]
+        made = of_pairs(self._experts, self._compute, states[token], chosen[pairs])
+        return _summed(RowParallel, self._group, summed(made, weights[pairs], token, states))
 
 
 def _summed(row_parallel: Any, group: Any, low: Tensor) -> Tensor:

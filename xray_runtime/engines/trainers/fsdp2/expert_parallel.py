@@ -10,20 +10,16 @@ Shapes: N tokens of this rank with K experts each, M tokens that arrive, H hidde
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from xray_runtime.kernel.store.shards import Piece
+from xray_runtime.models.experts import expert_modules, keep_own, of_pairs, summed
 from xray_runtime.models.heads import HeadedLM
-
-ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""Arguments of the forward pass of transformers' modules of experts, whose parameters all are [E, …]."""
 
 
 class ExpertParallel:
@@ -39,12 +35,11 @@ class ExpertParallel:
     """
 
     def __init__(self, module: HeadedLM, degree: int, device: torch.device) -> None:
-        found = dict(_expert_modules(module))
+        found = dict(expert_modules(module))
         refused = f"engine.expert_parallel: {degree} is not allowed"
         if not found:
             raise ValueError(f"{refused}: a {type(module.lm).__name__} has no experts that can be shared")
-        self._num_experts = {name: int(experts.num_experts) for name, experts in found.items()}
-        if wrong := next((n for n in self._num_experts.values() if n % degree), None):
+        if wrong := next((e.num_experts for e in found.values() if e.num_experts % degree), None):
             raise ValueError(f"{refused}: it must divide the model's {wrong} experts")
         self._degree, self._place = degree, dist.get_rank() % degree
         both = init_device_mesh(
@@ -53,12 +48,8 @@ class ExpertParallel:
         self.mesh, self._peers = both["same"], both.get_group("peers")
         self.modules = [*found.values()]
         self.names = {f"{name}.{key}" for name, experts in found.items() for key, _ in experts.named_parameters()}
-        for name, experts in found.items():
-            own = self._num_experts[name] // degree
-            for key, old in list(experts.named_parameters()):
-                rows = old.detach()[self._place * own : (self._place + 1) * own].clone()
-                setattr(experts, key, nn.Parameter(rows, requires_grad=old.requires_grad))
-            experts.num_experts = own
+        for experts in self.modules:
+            own = keep_own(experts, self._place, degree)
             experts.forward = _Dispatch(experts, experts.forward, own, self._peers)
 
     def piece(self, shape: tuple[int, ...], low: int, high: int) -> Piece:
@@ -71,16 +62,6 @@ class ExpertParallel:
         parts = [torch.empty_like(own) for _ in range(self._degree)]
         dist.all_gather(parts, own.contiguous(), group=self._peers)
         return torch.cat(parts)
-
-
-def _expert_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, each in module.named_modules():
-        number = getattr(each, "num_experts", None)
-        own = [*each.parameters(recurse=False)]
-        if not number or not own or any(p.dim() < 2 or p.shape[0] != number for p in own):
-            continue
-        if tuple(inspect.signature(type(each).forward).parameters)[1:] == ARGUMENTS:
-            yield name, each
 
 
 class _Dispatch:
@@ -101,14 +82,9 @@ class _Dispatch:
         expert = chosen.new_empty(sum(splits[1]))
         dist.all_to_all_single(expert, (chosen % self._own)[order], splits[1], splits[0], group=self._peers)
         arrived = _Exchange.apply(hidden_states[token], *splits, self._peers)  # type: ignore[no-untyped-call]
-        ones = arrived.new_ones(len(arrived), 1)
-        if len(arrived):
-            made = self._compute(arrived, expert[:, None], ones)
-        else:  # in the backward pass peers still wait for this rank
-            made = arrived + sum(0.0 * parameter.flatten()[0] for parameter in self._experts.parameters())
+        made = of_pairs(self._experts, self._compute, arrived, expert)
         back = _Exchange.apply(made, *splits[::-1], self._peers)  # type: ignore[no-untyped-call]
-        weighted = back * top_k_weights.flatten()[order, None].to(back.dtype)
-        return torch.zeros_like(hidden_states).index_add(0, token, weighted)
+        return summed(back, top_k_weights.flatten()[order], token, hidden_states)
 
 
 class _Exchange(torch.autograd.Function):

@@ -100,7 +100,9 @@ class BranchRow:
     prompt: list[int]
     """Tokens before the first reply of the branch; without loss."""
     ids: list[int]
-    """Replies, and the observations between them. These three are of one length."""
+    """Replies, and the observations between them. These four are of one length."""
     logprobs: list[float]
     sampled: list[bool]
     """True: in the loss."""
+    versions: list[int | None]
+    """The policy's, of tokens in the loss."""

@@ -24,12 +24,10 @@ from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 if TYPE_CHECKING:
     from xray_runtime.cluster.protocols import ModelHandle
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.data.batching import Cursor
     from xray_runtime.data.pairs import Example
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.kernel.config.section import Section
-    from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.rewards.journal import Journal
 
 
@@ -65,23 +63,6 @@ class EpisodeSampler(RolloutSampler, Protocol):
         """Metrics of an iteration with these episodes, beside those of every rollout (`episode_means`)."""
 
 
-class EpisodesInFlight(Protocol):
-    """Episodes that run on while the weights change (`in_flight_updates`)."""
-
-    @property
-    def state(self) -> object:
-        """A dataclass, for snapshots."""
-
-    def updating(self, version: int) -> AbstractContextManager[None]:
-        """Hold episodes while the generator's weights become those of `version`."""
-
-    def request(self, iteration: int, cursor: Cursor) -> None:
-        """Begin the episodes of all iterations up to `iteration + lag`."""
-
-    def take(self) -> Rollout:
-        """Wait for the episodes that the requested iteration trains on."""
-
-
 class EpisodeSource(Protocol):
     """How the episodes of one kind of environment are played and replayed."""
 
@@ -100,10 +81,6 @@ class EpisodeSource(Protocol):
             ValueError: a file of the checkpoint is damaged.
         """
 
-    def in_flight(self, episodes: EpisodeSampler, stage: Stage[Any, Any], prompts: UniquePrompts) -> EpisodesInFlight:
-        """For `in_flight_updates`, which only agents allow. `episodes` is what `open` gave."""
-        raise AssertionError(f"{type(self).__name__} does not support this call")
-
     def examples(self, record: str, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
         """Rows for SFT of the conversation `name`, from an episode's `Rollout.answers`; only agents' episodes are
         made into data."""
@@ -113,12 +90,6 @@ class EpisodeSource(Protocol):
 def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:
     """The source of an environment's episodes."""
     return cast("EpisodeSource", EPISODE_SOURCES.get(environment.source))
-
-
-def in_flight_of(stage: Stage[Any, Any], episodes: EpisodeSampler | None, prompts: UniquePrompts) -> EpisodesInFlight:
-    """The episodes in flight of a stage with `in_flight_updates`, whose config has an agent."""
-    assert episodes is not None
-    return source_of(stage.config.environment).in_flight(episodes, stage, prompts)
 
 
 @contextmanager

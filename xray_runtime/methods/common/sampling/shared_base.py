@@ -10,7 +10,6 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.training_config import unserved
 from xray_runtime.kernel.graph.artifacts import ADAPTER
-from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.models.adapter_files import read_fields
@@ -27,9 +26,11 @@ class SharedBase:
 
 def shared_base(models: Collection[Path]) -> SharedBase | None:
     """The base, by digest, that each of `models` (checkpoints, verified) is or has an adapter for; None: they have none
-    in common, it is not here, or their adapters have different fields.
+    in common, none of them needs it, or their adapters have different fields.
 
-    The base of adapters alone is a checkpoint beside them; it must have the digest that their signed files name.
+    One generator rounds otherwise than two. So that the result depends on the lineage alone, and not on whether the
+    base of two merged policies is still in the store, the base must be one of `models`, or one of them was published
+    as an adapter alone: beside its merged copy there is a link to its base (`merging.full_model`).
     """
     fields = {model: read_fields(model / ADAPTER) for model in models if (model / ADAPTER).is_dir()}
     ours = next(iter(fields.values()), None)
@@ -40,10 +41,10 @@ def shared_base(models: Collection[Path]) -> SharedBase | None:
             return None
     known = next((model for model in models if model not in fields), None)
     if known is None:
-        # Beside a merged copy there is a link to it.
-        known = (next(iter(models)).parent / ours.base).resolve()
-        if verify(known, ours.base_sha256):
+        link = next((link for model in models if (link := model.parent / ours.base).is_symlink()), None)
+        if link is None:
             return None
+        known = link.resolve()
     return SharedBase(known, ours.lora)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.models.continued import continues
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -26,4 +27,6 @@ def trained_model(
     config: TrainingConfig = stage.config
     seed = derive_seed(stage.seed, stage.name, *([] if role is None else [role]), "adapters")
     defaults: dict[str, Any] = {"training": config, "trainable_layers": config.trainable_layers, "adapter_seed": seed}
+    if "continues" not in fields:
+        defaults["continues"] = config.lora is not None and continues(directory, config.lora, stage.name)
     return ModelSpec(directory, objective, **(defaults | fields))

@@ -1,0 +1,54 @@
+"""The timestamps in the log against its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+from xray_runtime.kernel.evidence.kinds.timestamp import LogTimestamps
+from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.history.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
+from xray_runtime.trust.log import origin
+from xray_runtime.trust.merkle import MerkleTree
+from xray_runtime.trust.note import LogCheckpoint
+from xray_runtime.trust.timestamp import TimestampProblem, stamped_at
+
+CODES = {
+    "timestamp-invalid": Meaning("A timestamp in the log is not one of its authority for these entries.", ASK),
+    "timestamp-contradicts": Meaning("The log dates a decision to another time than its timestamps allow.", ASK),
+    "timestamp-missing": Meaning(
+        "The log names an authority, and it did not stamp the newest decisions.",
+        "See that the authority answers: the next decision is stamped with those before it.",
+    ),
+}
+CLOCKS_S = timedelta(seconds=300)
+"""How far the clocks of the authority and of this machine may differ."""
+
+
+def _check(audited: Audited) -> Iterator[Finding]:
+    log, state = audited.log, audited.log.state(LogTimestamps)
+    if state.chosen is None or not audited.is_log_sound:
+        return
+    tree = MerkleTree()
+    tree.follow(log.heads)
+    checked, before = state.unstamped, datetime.min.replace(tzinfo=UTC) + CLOCKS_S
+    for stamp in state.stamps:
+        subject = f"{LOG}, entry {stamp.size + 1}"
+        try:
+            checkpoint = LogCheckpoint(origin(log.heads), stamp.size, tree.root(stamp.size))
+            now = stamped_at(stamp.token, stamp.certificate, checkpoint)
+        except TimestampProblem as problem:
+            yield Finding(subject, "timestamp-invalid", str(problem))
+            continue
+        for decision in log.decisions[checked : stamp.decisions]:
+            if not before - CLOCKS_S <= datetime.fromisoformat(decision.at) <= now + CLOCKS_S:
+                between = f"{before:%Y-%m-%d %H:%M:%S} and {now:%Y-%m-%d %H:%M:%S} UTC"
+                detail = f"the decision to {decision.action} says {decision.at}, and the authority: between {between}"
+                yield Finding(subject, "timestamp-contradicts", detail)
+        checked, before = stamp.decisions, now
+    if checked < len(log.decisions):
+        missing = len(log.decisions) - checked
+        yield Finding(LOG, "timestamp-missing", f"{missing} decisions (authority {state.chosen.address})")
+
+
+CHECK = AuditCheck("timestamps of the log by its authority", CODES, _check)
