@@ -68,10 +68,10 @@ unit: install  ## pure tests
 	$(BIN)/pytest tests/unit -m "not long" -n auto --dist worksteal
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
-	$(BIN)/pytest tests/component -m "not long" -n 2 --dist loadgroup
+	$(BIN)/pytest tests/component -m "not long" -n 2
 
 lifecycle: install  ## the real command, whole and under injected faults
-	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
+	$(BIN)/pytest tests/e2e -m "not long" -n 2
 
 peers: install  ## the smallest model by X-ray and by TRL (10 minutes): prints who is faster, fails where the losses differ
 	$(BIN)/python -m benchmarks.peers --only sft dpo grpo ppo --turns 1 --iterations 3

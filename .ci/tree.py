@@ -36,7 +36,8 @@ def assemble() -> Path:
         if path.is_symlink() and path.relative_to(TREE).as_posix() not in links:
             path.unlink(missing_ok=True)
     for name, target in links.items():
-        if not (TREE / name).is_symlink():
+        # An environment that was copied has the links of the checkout it was made for.
+        if not (TREE / name).is_symlink() or (TREE / name).readlink() != target:
             # Another process may do this at the same time; the rename is atomic.
             temporary = TREE / f".{os.getpid()}"
             temporary.symlink_to(target)

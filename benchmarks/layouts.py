@@ -320,9 +320,9 @@ differences from one process:
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Adapters (LoRA of rank 16) are compared with those that one process trains. Ranks of SP, sequence parallelism,
-share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP. Seconds are of all the
-layout's processes on {cores} cores: they say little of speed on a cluster.
+table. Adapters (LoRA of rank 16), also of experts, are compared with those that one process trains. Ranks of SP,
+sequence parallelism, share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP.
+Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
 
 {table}
 """

@@ -46,5 +46,4 @@ def distillation(output: str = "runs/distillation", seed: int = 0, iterations: i
             lr=1e-3,
         )
         judged: dict[str, Any] = {"prompts": half, "rewards": [exact], "num_prompts": 512, "max_new_tokens": 4}
-        xray.evaluate(teacher, **judged, name="of-teacher")
         xray.register(policy, xray.evaluate(policy, against=student, **judged))

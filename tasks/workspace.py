@@ -243,7 +243,7 @@ class Workspace(Graph):
         return self._tasks.future(handle.name)
 
     def _finished_stage(self, handle: Handle) -> Any:
-        """What `register` takes: the `StageResult`, also of a checkpoint that existed."""
+        """The `StageResult` of a handle, for `register`; a checkpoint that existed has one too."""
         if handle.call is None:
             return StageResult.existing(self._references[handle.name]).model_dump(mode="json")
         return self._tasks.future(handle.name)

@@ -24,7 +24,7 @@ from xray_runtime.kernel.store.manifest import LEDGER
 VICTIMS = {name: TARGETS[name] for name in ("driver", "stage", "generator", "learner")}
 FAULTS = 5
 """Of a lifecycle."""
-STAGE = "ppo"
+STAGE = "ppo-1"
 PATIENCE = ("runtime.retries=20", "runtime.restarts=20", "runtime.stall_timeout_s=240")
 MIDDLE = 5
 """The iteration that is replayed by itself."""

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.grouping import GroupScheduling
 from tests.unit.kernel.store.published import IDENTITY
 from xray_runtime.cluster.pool.libraries import REPRODUCIBLE
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -48,22 +49,22 @@ GROUPS = {
 imports, the process that ranks are forked from, a Prefect server."""
 
 
+GROUP_OF = {f"test_{name}.py": group for group, names in GROUPS.items() for name in names.split()}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests that must run in one worker (`--dist loadgroup`): those of `GROUPS`, and else each file."""
-    groups = {f"test_{name}.py": group for group, names in GROUPS.items() for name in names.split()}
-    order = [*GROUPS, ""]
-
-    def group_of(item: pytest.Item) -> str:
-        group = groups.get(item.path.name, "")
-        # Ranks need no Ray, but for a few tests.
-        return "models" if group == "ranks" and "cluster" in getattr(item, "fixturenames", ()) else group
-
+    """Those of `GROUPS` first."""
+    order = [*GROUPS, None]
     here = [item for item in items if item.path.parent == Path(__file__).parent]
-    for item in here:
-        item.add_marker(pytest.mark.xdist_group(group_of(item) or item.path.name))
     places = [number for number, item in enumerate(items) if item in here]
-    for number, item in zip(places, sorted(here, key=lambda item: order.index(group_of(item))), strict=True):
+    in_order = sorted(here, key=lambda item: order.index(GROUP_OF.get(item.path.name)))
+    for number, item in zip(places, in_order, strict=True):
         items[number] = item
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Those of a group in one worker, and else those of each file."""
+    return GroupScheduling(config, log, lambda file, _: GROUP_OF.get(file, file))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,6 +60,42 @@ class Holder:
 
     def work(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+@ray.remote(num_cpus=0)
+class Meeting:
+    """Counts what has begun, and who met whom."""
+
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self.met: list[tuple[str, int]] = []
+
+    def begin(self, what: str) -> int:
+        self.begun[what] += 1
+        return self.begun[what]
+
+    def has_begun(self, what: str) -> int:
+        return self.begun[what]
+
+    def meet(self, who: str, number: int) -> None:
+        self.met.append((who, number))
+
+    def all_met(self) -> list[tuple[str, int]]:
+        return self.met
+
+
+@ray.remote(num_cpus=0)
+class Receiver:
+    """A generator's rank that notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        self.calls.append((step, version))
+
+    def noted(self) -> list[tuple[str, int]]:
+        return self.calls
 
 
 def pids(model: Any) -> list[int]:

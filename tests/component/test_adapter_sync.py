@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.component.models import learned
 from tests.message_texts import Messages
+from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -99,8 +100,12 @@ def test_an_adapter_beside_the_weights_is_the_merged_policy(
 ) -> None:
     copy_model(tiny_model, tmp_path / "merged")
     overwrite(tmp_path / "merged", learned(tiny_model, LORA, 1).merged(lambda name, parameter: parameter.data), 0, 1)
+    options = worker_options(f"generator:{library}")
     (base, merged), found = ray.get(
-        [_merged.remote(tmp_path / "merged", tiny_model, library), _beside.remote(tiny_model, tmp_path, library)]
+        [
+            _merged.options(**options).remote(tmp_path / "merged", tiny_model, library),
+            _beside.options(**options).remote(tiny_model, tmp_path, library),
+        ]
     )
     assert same(found["base"], base, 2e-5)
     assert same(found["one"], merged, 2e-5)

@@ -29,6 +29,7 @@ from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.config import FreshBase
 from xray_runtime.models.expert_adapters import expert_matrices
 from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.nf4 import dequantize, quantize
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.weight_files import overwrite
 
@@ -135,6 +136,38 @@ def test_the_layout_does_not_show(
     found = np.sort(np.unique(np.round(np.concatenate(dealt), 4)))
     np.testing.assert_allclose(found, np.sort(np.unique(np.round(reference.values, 4))), atol=2e-4)
     goes_on_alike(spec, split, batches, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ZERO_2, id="ZeRO-2 × 2"),
+        pytest.param(FSDP2, id="FSDP2 × 2"),
+        pytest.param(ZERO_3, id="ZeRO-3 × 2", marks=pytest.mark.long),
+        pytest.param(PP, id="PP 2", marks=pytest.mark.long),
+    ],
+)
+def test_adapters_on_four_bits(
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    config = LORA.model_copy(update={"quantize": "nf4"})
+    whole, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, tmp_path / "1")
+    spec = adapted(tiny_model, config, layout)
+    split, own, references = run(spec, batches, tmp_path / "2")
+    same(split, whole)
+    for name, tensor in adapters.items():
+        torch.testing.assert_close(own[name], tensor, rtol=1e-3, atol=1e-5)
+    dealt = np.concatenate([scores.values for scores in references if scores is not None])
+    np.testing.assert_allclose(
+        np.sort(dealt)[:: len(dealt) - 1], np.sort(reference.values)[:: len(reference.values) - 1], atol=2e-4
+    )
+    before = load_file(tiny_model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    a, b = (adapters[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    rounded = dequantize(*quantize(before[f"{name}.weight"]), before[f"{name}.weight"].shape)
+    assert (rounded - before[f"{name}.weight"]).abs().max() > 1e-4
+    merged = torch.from_numpy(whole.weights[f"{name}.weight"])
+    torch.testing.assert_close(merged, rounded + config.scaling * (b @ a), rtol=1e-5, atol=1e-7)
 
 
 EXPERTS = LoRAConfig(rank=4, target_modules=["q_proj", "experts"])

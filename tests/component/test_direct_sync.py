@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 
+from tests.component.processes import Receiver
 from xray_runtime.cluster.learner import _receive
 from xray_runtime.engines.generator import Receivers
 from xray_runtime.engines.generators.vllm.send import Sender
@@ -44,20 +45,6 @@ class FakeEngine:
 
     def shutdown(self) -> None:
         self.closed = True
-
-
-@ray.remote(num_cpus=0)
-class Receiver:
-    """A generator's rank that notes its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
-        self.calls.append((step, version))
-
-    def noted(self) -> list[tuple[str, int]]:
-        return self.calls
 
 
 @pytest.fixture

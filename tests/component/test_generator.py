@@ -51,23 +51,29 @@ POLICY = PPOStageConfig(temperature=SAMPLING.temperature, engine=DeepSpeedConfig
 NUM_PROMPTS = 6
 
 
+@pytest.fixture(scope="module")
+def trained(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A policy and what scores, for all engines."""
+    specs: dict[str, Any] = {
+        "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
+        "policy": ModelSpec(tiny_model, PPOObjective(POLICY), training=POLICY, new_head=True),
+    }
+    with open_models(RUNTIME, tmp_path_factory.mktemp("logs"), specs) as handles:
+        yield handles
+
+
 @pytest.fixture(
     scope="module",
     params=short_of(ENGINES, *(name for name in ENGINES if name != "vllm split in two")),
 )
 def models(
-    cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    trained: dict[str, Any], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Any]]:
     config, replicas = ENGINES[request.param]
-    specs: dict[str, Any] = {
-        "generator": GeneratorSpec(tiny_model, 32, config),
-        "scorer": ModelSpec(tiny_model, ReferenceObjective(SAMPLING.temperature)),
-        "policy": ModelSpec(tiny_model, PPOObjective(POLICY), training=POLICY, new_head=True),
-    }
-    with open_models(
-        RUNTIME.model_copy(update={"generator_replicas": replicas}), tmp_path_factory.mktemp("logs"), specs
-    ) as handles:
-        yield handles
+    runtime = RUNTIME.model_copy(update={"generator_replicas": replicas})
+    specs = {"generator": GeneratorSpec(tiny_model, 32, config)}
+    with open_models(runtime, tmp_path_factory.mktemp("logs"), specs) as handles:
+        yield handles | trained
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +94,7 @@ def tensors(tiny_model: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
 def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, agree, refuse, update, agree again."""
     # Whoever is killed leaves nothing in shared memory: what is mapped has no name any more.
-    mapped = ray.get(models["generator"].__ray_call__.remote(_shared_memory))
-    assert [line for line in mapped if not line.endswith("(deleted)")] == []
+    assert [line for line in shared_memory_of(models["generator"]) if not line.endswith("(deleted)")] == []
 
     first = generate(models, prompts, 0)
     assert (first.response_ids.lengths >= 1).all()
@@ -295,13 +300,18 @@ def _with_replies(prompts: PromptBatch, rollout: ReplyBatch) -> TextBatch:
     return TextBatch.of([ids.tolist() for ids in prompts.input_ids], rollout.response_ids)
 
 
-def _shared_memory(model: Any) -> list[str]:
-    """Lines of the Workhorses' memory maps that are in shared memory."""
+def shared_memory_of(generator: Any) -> list[str]:
+    """Lines of the memory maps of a model's Workhorses that are in shared memory."""
 
-    def look(workhorse: Any) -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    # Not of this module, which the WholeModel would import, and torch with it.
+    def ask(model: Any) -> list[str]:
+        def look(workhorse: Any) -> list[str]:
+            return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
 
-    return [line for w in model._workhorses for line in ray.get(w.__ray_call__.remote(look))]
+        return [line for w in model._workhorses for line in ray.get(w.__ray_call__.remote(look))]
+
+    found: list[str] = ray.get(generator.__ray_call__.remote(ask))
+    return found
 
 
 def _tell_second(model: Any, what: Callable[[Any], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.component.processes import open_models
+from tests.component.processes import Meeting, open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
@@ -38,28 +37,6 @@ ITERATIONS, REPLIES, MAX_NEW_TOKENS = 4, 4, 6
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 MEETING = "meeting"
 PATIENCE_SECONDS = 60.0
-
-
-@ray.remote(num_cpus=0)
-class Meeting:
-    """Counts what has begun, and who met whom."""
-
-    def __init__(self) -> None:
-        self.begun: Counter[str] = Counter()
-        self.met: list[tuple[str, int]] = []
-
-    def begin(self, what: str) -> int:
-        self.begun[what] += 1
-        return self.begun[what]
-
-    def has_begun(self, what: str) -> int:
-        return self.begun[what]
-
-    def meet(self, who: str, number: int) -> None:
-        self.met.append((who, number))
-
-    def all_met(self) -> list[tuple[str, int]]:
-        return self.met
 
 
 def await_other(me: str, number: int, other: str, other_number: int) -> None:

@@ -66,12 +66,6 @@ def lease(pool: Any, holder: Any, runtime: RuntimeConfig, kind: type = Empty) ->
     return pid_of(workhorse)
 
 
-def _seconds_to_find_abandoned(pool: Any) -> float:
-    start = time.monotonic()
-    assert pool._kill_abandoned() == 0
-    return time.monotonic() - start
-
-
 def num_idle(pool: Any) -> int:
     found: int = ray.get(pool.__ray_call__.remote(lambda p: len(p._idle)))
     return found
@@ -158,12 +152,19 @@ def test_one_that_died_while_it_was_idle_is_not_leased(pool: Any, holders: Any) 
 
 def test_busy_holders_do_not_keep_the_next_one_waiting(pool: Any, holders: Any) -> None:
     """All models of a stage start at once: the last must not wait for each of the others in turn."""
+
+    # Not of this module, which the pool would import, and torch with it.
+    def seconds_to_find_abandoned(pool: Any) -> float:
+        start = time.monotonic()
+        assert pool._kill_abandoned() == 0
+        return time.monotonic() - start
+
     runtime, busy = a_runtime(), [holders() for _ in range(4)]
     for holder in busy:
         lease(pool, holder, runtime)
         holder.work.remote(6.0)
     # Without the start of a process, which on a busy machine takes as long.
-    assert ray.get(pool.__ray_call__.remote(_seconds_to_find_abandoned), timeout=SECONDS) < len(busy) * PING_SECONDS
+    assert ray.get(pool.__ray_call__.remote(seconds_to_find_abandoned), timeout=SECONDS) < len(busy) * PING_SECONDS
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])

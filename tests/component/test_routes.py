@@ -16,6 +16,7 @@ from tests.component.models import mixture, same
 from tests.component.processes import open_models
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.data.batch import PolicyBatch, ReplyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
@@ -74,7 +75,7 @@ def test_a_generator_says_the_routes_that_transformers_takes(
     cluster: None, tiny_model: Path, tmp_path: Path, engine: str, kind: str
 ) -> None:
     directory = mixture(tmp_path / "model", tiny_model, kind)
-    made = ray.get(_sampled.remote(directory, engine))
+    made = ray.get(_sampled.options(**worker_options(f"generator:{engine}")).remote(directory, engine))
     replies = made["routed"]
     check_rollout(replies, len(PROMPTS), SAMPLING)
     same(replies.with_columns(route_ids=None, route_weights=None), made["plain"])

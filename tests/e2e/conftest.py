@@ -10,13 +10,15 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.e2e.exposure import Exposure, exposure_of
+from tests.grouping import GroupScheduling
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +36,51 @@ class Outcome:
         return json.loads(self.out)
 
 
+LONGEST = ("test_lifecycle.py", "test_studio.py", "test_faults_lose_nothing_and_leave_nothing_running")
+"""Groups that begin first: tests of a file, and a lifecycle of its own, which ends like that of the first file."""
+
+
+def group_of(file: str, function: str) -> str:
+    return function if function in LONGEST else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        group = group_of(item.path.name, getattr(item, "originalname", ""))
+        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log, group_of)
+
+
 @pytest.fixture(scope="session")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lifecycle") / "run"
+    """The directory of `first`, for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "lifecycle"
+    folder.mkdir(exist_ok=True)
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")
 def watched(output: Path) -> tuple[Outcome, Exposure]:
-    """An undisturbed lifecycle in `output`, and who could reach its processes while it trained."""
+    """An undisturbed lifecycle in `output`, and who could reach its processes while it trained. The first worker that
+    wants it runs it; tests go on in there, so it is kept in `undisturbed` too."""
+    record = output.with_name("watched.json")
+    with FileLock(output.with_name("lock")):
+        if not record.exists():
+            outcome, exposure = _watched(output)
+            if outcome.code == 0:
+                shutil.copytree(output, output.with_name("undisturbed"), symlinks=True)
+            record.write_text(json.dumps([asdict(outcome), asdict(exposure)]))
+    run, exposed = json.loads(record.read_text())
+    return Outcome(**run), Exposure(**exposed)
+
+
+def _watched(output: Path) -> tuple[Outcome, Exposure]:
     log = output.with_name("watched.log")
     with log.open("w") as err:
         process = subprocess.Popen(
@@ -57,11 +96,10 @@ def watched(output: Path) -> tuple[Outcome, Exposure]:
 
 
 @pytest.fixture(scope="session")
-def first(watched: tuple[Outcome, Exposure], output: Path) -> Outcome:
-    """The lifecycle in `output`; tests go on in there, so it is kept in `undisturbed` too."""
+def first(watched: tuple[Outcome, Exposure]) -> Outcome:
+    """The lifecycle in `output`."""
     outcome, _ = watched
     assert outcome.code == 0, outcome.err
-    shutil.copytree(output, output.with_name("undisturbed"), symlinks=True)
     return outcome
 
 

@@ -105,8 +105,8 @@ def test_episodes_across_updates_go_on_after_a_kill_and_a_replay_follows_their_s
     rows = [row for n in range(4) for row in read_shard(shard_path(checkpoint / "ledger", n)).table.to_pylist()]
     calls = {call["key"]: call for row in rows for call in json.loads(row["answers"])["calls"]}
     assert 0 < len(known) < len(calls)
-    assert all((calls[key]["ids"], calls[key]["version"]) == (of["ids"], of["version"]) for key, of in known.items())
-    assert {call["version"] for call in calls.values()} > {0}
+    assert all((calls[key]["ids"], calls[key]["versions"]) == (of["ids"], of["versions"]) for key, of in known.items())
+    assert {version for call in calls.values() for version, _ in call["versions"]} > {0}
     assert all(row["iteration"] - row["version"] <= 2 for row in rows)
 
     (project / "their" / "guesser.py").unlink()

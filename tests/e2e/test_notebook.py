@@ -53,9 +53,6 @@ def test_the_first_hour_runs_with_a_small_model_in_place_of_the_real_one(tmp_pat
     content = json.loads((tmp_path / "runs" / "first-hour" / "lifecycle.json").read_text())
     assert [stage["name"] for stage in content["stages"]] == ["evaluate-ppo", "evaluate-grpo", "evaluate-far"]
     assert content["registered"]["alias"] == "candidate"
-    # Without a bound the policy goes farther away.
-    kl = dict(re.findall(r"^(\w+) .*'kl': ([-\d.]+)", printed, re.MULTILINE))
-    assert float(kl["far"]) > float(kl["ppo"])
 
 
 @pytest.mark.long

@@ -10,6 +10,8 @@ import torch
 
 from tests.e2e.conftest import xray
 from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.pairs import pairs_of
+from xray_runtime.data.pictures import pictures_of
 from xray_runtime.models.weight_files import tensors
 
 
@@ -18,7 +20,7 @@ from xray_runtime.models.weight_files import tensors
 @pytest.mark.parametrize(("family", "num_tokens"), [("qwen2_5_vl", 9), ("qwen3_vl", 9), ("smolvlm", 33)])
 def test_a_model_learns_to_count_squares(family: str, num_tokens: int, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    flow = ("examples.squares_vlm:squares_vlm", "--set", f"family={family}")
+    flow = ("examples.squares_vlm:squares_vlm", "--set", f"family={family}", "--set", f"output={tmp_path / 'drawn'}")
     outcome = xray("run", *flow, "--output", str(output), "--json", timeout=1500)
     assert outcome.code == 0, outcome.err
     assert outcome.lifecycle["evaluation"]["reward_delta_ci95"][0] > 0
@@ -38,3 +40,24 @@ def test_a_model_learns_to_count_squares(family: str, num_tokens: int, tmp_path:
     points = [json.loads(line)["metrics"] for line in next(output.glob("records/ppo-*/metrics.jsonl")).open()]
     assert max(point["rollout/mismatch"] for point in points if "rollout/mismatch" in point) < 1e-5
     assert '<img class="picture"' in (output / "report.html").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_pairs_with_pictures(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    flow = ("tests.e2e.picture_pairs:picture_pairs", "--set", f"output={tmp_path / 'drawn'}")
+    outcome = xray("run", *flow, "--output", str(output), "--json", timeout=1500)
+    assert outcome.code == 0, outcome.err
+    assert xray("audit", "--all", "--output", str(output)).code == 0
+
+    names = [stage["name"] for stage in outcome.lifecycle["stages"]]
+    found = {name: next(output.glob(f"checkpoints/{name}-*[0-9a-f]")) for name in names}
+    for name in ("preferences", "made", "best"):
+        pairs = [pair for side in ("train.arrow", "heldout.arrow") for pair in pairs_of(found[name] / side)]
+        used = {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
+        assert used
+        assert {file.stem for file in (found[name] / "pictures").iterdir()} == used
+    base, dpo = (dict(tensors(found[name])) for name in ("base", "dpo"))
+    assert {name for name in base if not torch.equal(base[name], dpo[name])}
+    assert all(torch.equal(base[name], dpo[name]) for name in base if name.startswith("model.visual."))

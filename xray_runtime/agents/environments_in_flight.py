@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 
 MAX_THREADS = 1024
+FIRST_NUMBER = 2**24
+"""In the environment's pool; those of a validation, which is played at the same time, begin with 0."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class EnvironmentsInFlight(Episodes):
     ) -> PlayedEpisode:
         group, row = planned.place
         while True:
-            episode = Episode(group * self._size + row, row, planned.task, planned.seed, planned.prompt)
+            episode = Episode(FIRST_NUMBER + group * self._size + row, row, planned.task, planned.seed, planned.prompt)
             turns: list[Sampled] = []
 
             def say(active: list[Episode], turn: int) -> list[Sampled]:

@@ -12,6 +12,7 @@ from xray_runtime.engines.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     from xray_runtime.models.heads import Branch
+    from xray_runtime.models.lora import LoRAConfig
     from xray_runtime.models.objectives import Objective
 
 USES = ("xray_runtime.cluster.whole_model", "xray_runtime.cluster.learner")
@@ -81,6 +82,13 @@ class ModelSpec:
         """Whether it is published with its weights, and not as an adapter alone."""
         lora = None if self.training is None else self.training.lora
         return lora is None or lora.publish == "merged"
+
+    @property
+    def kept_adapters(self) -> LoRAConfig | None:
+        """The trained adapters that are published as they are: of those on quantized matrices no checkpoint is the
+        base."""
+        lora = None if self.training is None else self.training.lora
+        return None if lora is None or lora.quantize is not None else lora
 
     @property
     def libraries(self) -> str:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,6 @@ SHOWN = re.compile(f"<image ([0-9a-f]{{{DIGITS}}})>")
 """A picture in a text that is shown."""
 ENDINGS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp"}
 """pillow's formats that are read → the ending of their files."""
-MAX_PIXELS = 2**26
-
-
-def read_picture(file: Path | BytesIO) -> tuple[Any, str]:
-    """(pillow's image in RGB: the first frame, turned as EXIF says, without transparency; its format).
-
-    Raises whatever pillow does, and ValueError: it has too many pixels or bits.
-    """
-    from PIL import Image, ImageOps
-
-    # No other format: some of pillow's readers start programs.
-    with Image.open(file, formats=list(ENDINGS)) as image:
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise ValueError(f"it has {width} × {height} pixels, more than {MAX_PIXELS:,}")
-        if image.mode.startswith(("I", "F")):
-            # pillow would cut off what is brighter than 255.
-            raise ValueError(f"it has more than 8 bits a channel, mode {image.mode}")
-        return ImageOps.exif_transpose(image).convert("RGB"), str(image.format)
 
 
 def picture_ids(digest: str, count: int) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from markupsafe import Markup, escape
 
-from xray_runtime.data.pictures import DIGITS, FOLDER, SHOWN, read_picture, shown_picture
+from xray_runtime.data.picture_reader import read_picture
+from xray_runtime.data.pictures import DIGITS, FOLDER, SHOWN, shown_picture
 from xray_runtime.kernel.store.checkpoints import read_manifest
 from xray_runtime.kernel.store.published import read_published
 

@@ -99,6 +99,8 @@ class GeneratorCapabilities:
     """The highest rank of such adapters."""
     dora: bool = False
     """It computes DoRA's norms, too."""
+    expert_adapters: bool = False
+    """It computes adapters of a mixture's experts, too."""
     own_models: bool = False
     """It has its own implementation of each family, so that one that was never tried is tried first."""
     pictures: bool = False

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from xray_runtime.engines.layouts import GENERATORS, TRAINERS, EngineConfig, GeneratorConfig, check_one_row_each
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.kernel.plugs import able, can, unsupported
-from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
+from xray_runtime.models.lora import EXPERTS, LINEAR_LAYERS, LoRAConfig
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
@@ -77,10 +77,16 @@ def check_sampled(lora: LoRAConfig | None, generator: GeneratorConfig, runtime: 
 def unserved(lora: LoRAConfig, generator: GeneratorConfig) -> str | None:
     """Why `generator` cannot compute these adapters beside the frozen weights; None: it can."""
     what = f"generator.engine = {generator.engine!r}"
+    if lora.quantize is not None:
+        named = f"lora.quantize = {lora.quantize!r}"
+        return unsupported(named, "adapter_sync = 'adapter'", why="below the adapter are other weights than the base's")
     if not can(generator.capabilities, "adapters"):
         return unsupported("adapter_sync = 'adapter'", what, able(GENERATORS, "adapters"))
     if lora.dora and not can(generator.capabilities, "dora"):
         return unsupported("lora.dora with adapter_sync = 'adapter'", what, able(GENERATORS, "dora"))
+    if EXPERTS in (lora.target_modules or ()) and not can(generator.capabilities, "expert_adapters"):
+        named = "lora.target_modules: experts with adapter_sync = 'adapter'"
+        return unsupported(named, what, able(GENERATORS, "expert_adapters"))
     if lora.rank > generator.capabilities.adapter_rank:
         most = f"it computes at most {generator.capabilities.adapter_rank}"
         return unsupported(f"lora.rank = {lora.rank} with adapter_sync = 'adapter'", what, why=most)
@@ -101,6 +107,9 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
             field = "tensor_parallel" if engine.tensor_parallel > 1 else "zero_stage"
             where = f"{name}.{field} = {getattr(engine, field)}"
             raise ValueError(unsupported("lora.dora", where, why="it needs each frozen matrix whole in every pass"))
+        if lora.quantize is not None and engine.tensor_parallel > 1:
+            where = f"{name}.tensor_parallel = {engine.tensor_parallel}"
+            raise ValueError(unsupported(f"lora.quantize = {lora.quantize!r}", where, why="its blocks are not split"))
     if layers is not None:
         feature = f"trainable_layers = {layers}"
         engine.require("trainable_layers", feature, name)

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from xray_runtime.models.expert_adapters import AdaptedExperts, from_peft, is_experts, to_peft
 from xray_runtime.models.lora import EXPERTS, LoRAConfig
+from xray_runtime.models.nf4 import NF4Linear
 from xray_runtime.models.weight_files import MappedFiles, weight_files
 
 LINEAR = nn.Linear, Conv1D
@@ -46,8 +47,10 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: Any, rank: int, scaling: float, *, dora: bool) -> None:
         super().__init__()
-        self.transposed = isinstance(base, Conv1D)
-        out, inner = base.weight.shape[::-1] if self.transposed else base.weight.shape
+        quantized = isinstance(base, NF4Linear)
+        self.transposed = base.transposed if quantized else isinstance(base, Conv1D)
+        shape = base.shape if quantized else base.weight.shape
+        out, inner = shape[::-1] if self.transposed else shape
         self.base_layer, self.scaling, self.is_off = base, scaling, False
         # On the CPU and with values, also beside a weight on the meta device. torch draws A as peft does.
         self.lora_A, self.lora_B = nn.Linear(inner, rank, bias=False), nn.Linear(rank, out, bias=False)
@@ -95,7 +98,7 @@ class Adapters:
     Args:
         lm: a Hugging Face causal LM.
         checkpoint: its directory. Merging starts from these float32 weights, not from what passes run in, and
-            so needs no gathering of them.
+            so needs no gathering of them; with `config.quantize` from what they are rounded to.
         seed: of A's first values; B begins as zeros, and the model as it was.
 
     Raises:
@@ -119,6 +122,8 @@ class Adapters:
                 if is_experts(name, base):
                     self.experts[name] = AdaptedExperts(base, config.rank, config.scaling)
                     continue
+                if config.quantize is not None:
+                    base = NF4Linear(base, self._weight(name))
                 layer = AdaptedLinear(base, config.rank, config.scaling, dora=config.dora)
                 if layer.magnitude is not None:
                     weight = base.weight.detach() if not base.weight.is_meta else self._weight(name)
@@ -163,7 +168,8 @@ class Adapters:
             if name in self._starts:
                 a, b = (start.to(delta.device) for start in self._starts[name])
                 delta = delta - (b @ a) * layer.scaling
-            weight = self._weight(name).to(delta.device) + (delta.T if layer.transposed else delta)
+            frozen = layer.base_layer.matrix() if self.config.quantize is not None else self._weight(name)
+            weight = frozen.to(delta.device) + (delta.T if layer.transposed else delta)
             if layer.magnitude is not None:
                 rows = 0 if layer.transposed else 1
                 share = own["magnitude"] / torch.linalg.norm(weight, dim=rows)

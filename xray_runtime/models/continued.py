@@ -31,7 +31,9 @@ def continues(directory: Path, lora: LoRAConfig, stage: str) -> bool:
         for field in ("rank", "alpha", "rslora", "dora")
         if (ours := getattr(lora, field)) != (theirs := getattr(held, field))
     ]
-    if lora.publish != "merged":
+    if lora.quantize is not None:
+        differs.append(f"lora.quantize is {lora.quantize!r}")
+    elif lora.publish != "merged":
         differs.append("lora.publish is 'adapter'")
     elif held.dora:
         differs.append("it has DoRA's norms")

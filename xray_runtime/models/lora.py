@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xray_runtime.kernel.config.section import Positive, Section
 
@@ -31,10 +31,26 @@ class LoRAConfig(Section):
     """Names of the linear layers with adapters, such as `[q_proj, v_proj]`, and `experts`, of which each gets its own;
     None: all linear layers but the output layer."""
 
+    quantize: Literal["nf4"] | None = None
+    """`nf4`: hold the matrices below the adapters in 4 bits, frozen (QLoRA, Dettmers et al. 2023). The policy, and the
+    reference that it is with its adapters off, compute with these rounded matrices; generators and checkpoints get
+    their float32 values with the adapters merged, and checkpoints no adapter."""
     publish: Literal["merged", "adapter"] = "merged"
     """`merged`: checkpoints have whole weights, and the adapter beside them. `adapter`: they have the adapter alone,
     and every stage or command that reads one merges it into the weights of its base, which must be in the same
     store."""
+
+    @model_validator(mode="after")
+    def _quantized(self) -> Self:
+        if self.quantize is not None:
+            given = f"quantize = {self.quantize!r} is not allowed with"
+            if self.dora:
+                raise ValueError(f"{given} dora, which needs the norms of whole matrices")
+            if self.publish == "adapter":
+                raise ValueError(f"{given} publish = 'adapter': the base has other weights than the policy")
+            if EXPERTS in (self.target_modules or ()):
+                raise ValueError(f"{given} target_modules: experts, which are no linear layers")
+        return self
 
     @property
     def scaling(self) -> float:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xray_runtime.data.pictures import PictureFiles, PictureTokens, pictures_in, read_picture
+from xray_runtime.data.picture_reader import read_picture
+from xray_runtime.data.pictures import PictureFiles, PictureTokens, pictures_in
 from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.models.family import family_of, token_id
 

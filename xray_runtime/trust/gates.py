@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.statement import verified_statement
@@ -59,7 +60,9 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
 
     Raises:
         NotPromoted: there is no evaluation, or its statement is not signed as it must be.
+        ConfigError: the approvals of others are overridden.
     """
+    changed = changed_by_hand(overrides)
     evaluation = evaluation_of(store.graph, candidate.sha256)
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
@@ -76,10 +79,17 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     origin = f"as {evaluation.name} has them on record"
     if recorded is None:
         origin = f"the defaults: {evaluation.name} has none on record"
-    changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
     if changed:
         origin += f"; set by hand: {', '.join(sorted(changed))}"
     return Gates(gates.model_copy(update=changed), origin, evaluation)
+
+
+def changed_by_hand(overrides: PromotionConfig | None) -> dict[str, Any]:
+    """The bounds that are set by hand. Raises ConfigError: the approvals of others are among them."""
+    changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
+    if fixed := sorted({"approvals", "approvers"} & changed.keys()):
+        raise ConfigError(f"--set: promotion.{fixed[0]} is not allowed: only the lifecycle's config sets it")
+    return changed
 
 
 def check_gates(

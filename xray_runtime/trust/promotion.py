@@ -20,8 +20,10 @@ from xray_runtime.kernel.network import require_mlflow
 from xray_runtime.kernel.tracking.registry import ADDRESS, ModelRegistry, open_client
 from xray_runtime.methods.compare.kind import COMPARE
 from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.approvals import check_approvals
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.gates import NOT_EVALUATED, NotPromoted, check_gates, check_licenses, evaluation_of, gates_for
+from xray_runtime.trust.keys import sound_view
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.model_page import write_pages
 
@@ -117,7 +119,7 @@ def review(
 
     Raises:
         NotPromoted: the audit found something, or a gate does not hold.
-        ConfigError: the candidate is not a version of `name`.
+        ConfigError: the candidate is not a version of `name`; or as `gates_for`.
     """
     _require_not_withdrawn(store, candidate)
     version = ModelRegistry(open_client(_uri(store))).version_of(name, candidate.sha256)
@@ -132,6 +134,9 @@ def review(
         checked += canary_gates(store.output, candidate.sha256, champion.checkpoint, public)
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
+    if (needed := bounds.config.approvals) is not None:
+        log = sound_view(store.output, public)
+        checked.append(check_approvals(log, name, candidate.sha256, needed, bounds.config.approvers))
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)

@@ -29,15 +29,11 @@ from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.methods.common.environment import AgentConfig, environment_of
-from xray_runtime.methods.common.sampling.episode_source import source_of
-from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.hacking_monitor import read_answers
-from xray_runtime.methods.ppo.in_flight import restore_groups
 from xray_runtime.models.merging import full_model
-from xray_runtime.rewards.external_rewards import recorded_sources
-from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
-from xray_runtime.rewards.reward_sources import ENVIRONMENT
+from xray_runtime.rewards.journal import Journal, publish_answers
 from xray_runtime.trust.keys import seal_of
+from xray_runtime.trust.replay_answers import require_answers, restore_recorded
 from xray_runtime.trust.rollouts import require_ledger
 from xray_runtime.trust.signing import has_signing_key
 
@@ -136,24 +132,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
         raise ConfigError(
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
-    last = iteration if iteration is not None else max(kept, default=0)
-    if (
-        isinstance(config, PPOConfig)
-        and config.in_flight_updates
-        and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed")
-    ):
-        raise ConfigError(
-            f"REF: {node.name} is not allowed: time decided its schedule (in_flight_updates), and no ledger holds the "
-            f"replies of all iterations to {last}"
-        )
-    names = [term.name for term in recorded_sources(config)]
-    if isinstance(config, PPOConfig) and config.distillation is not None and config.distillation.server is not None:
-        names.append("the teacher's server")
-    if names and not (node.directory / ANSWERS).is_file():
-        raise ConfigError(
-            f"REF: {node.name} is not allowed: {names[0]} might answer differently, and the checkpoint does not "
-            "hold its answers (ledger.keep = 'none', or ledger.tokens = 'hashed')"
-        )
+    require_answers(node, config, kept, iteration if iteration is not None else max(kept, default=0))
     for role, sha256 in manifest.parents.items():
         parent = graph.nodes.get(sha256)
         if parent is None:
@@ -222,25 +201,6 @@ def replay(
     except _Done:
         pass
     return result
-
-
-def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, journal: Journal) -> list[str]:
-    """Write what external rewards, environments and agents answered up to `iteration` (None: to the end) to `journal`,
-    as an earlier attempt would: asked again, they might answer differently. Returns their sources.
-
-    Raises:
-        ConfigError: a file of the checkpoint is damaged.
-    """
-    last = iteration if iteration is not None else max(iterations(checkpoint / LEDGER), default=0)
-    environment = environment_of(config)
-    try:
-        found = restore_answers(checkpoint, journal)
-        if environment is not None and source_of(environment).restore(checkpoint, config, last, journal):
-            found.add(ENVIRONMENT)
-        restore_groups(checkpoint, config, last, journal)
-    except ValueError as error:
-        raise ConfigError(f"REF: {error}") from None
-    return sorted(found)
 
 
 class _Done(Exception):

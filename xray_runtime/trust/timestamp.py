@@ -7,7 +7,6 @@ back. An authority proves only to those who trust its root certificate; a local 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.trust.note import LogCheckpoint
 
 if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
     from rfc3161_client import TimeStampResponse
 
 TIMEOUT_S = 5.0
@@ -75,16 +75,16 @@ def _decoded(content: bytes) -> TimeStampResponse:
         raise TimestampProblem("it is no timestamp") from None
 
 
-def _verify(response: TimeStampResponse, roots: Sequence[object], body: bytes, nonce: int | None = None) -> None:
+def _verify(response: TimeStampResponse, roots: list[Certificate], body: bytes, nonce: int | None = None) -> None:
     from rfc3161_client import VerificationError, VerifierBuilder
 
     try:
-        VerifierBuilder(roots=list(roots), nonce=nonce).build().verify_message(response, body)
+        VerifierBuilder(roots=roots, nonce=nonce).build().verify_message(response, body)
     except (VerificationError, ValueError) as error:
         raise TimestampProblem(f"the timestamp does not count ({first_line(error)})") from None
 
 
-def _roots(certificate: str) -> Sequence[object]:
+def _roots(certificate: str) -> list[Certificate]:
     from cryptography.x509 import load_pem_x509_certificates
 
     try:

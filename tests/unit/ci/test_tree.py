@@ -35,3 +35,10 @@ def test_links_to_missing_files_are_removed(tree: Any) -> None:
     assert not (place / "xray" / "gone.py").is_symlink()
     assert (place / ".mypy_cache").is_dir()
     assert (place / "xray" / "flows").lstat().st_mtime_ns == before
+
+
+def test_links_of_another_checkout_are_made_anew(tree: Any, tmp_path: Path) -> None:
+    place = tree.assemble()
+    (place / "tests").unlink()
+    (place / "tests").symlink_to(tmp_path)
+    assert (tree.assemble() / "tests").samefile(ROOT / "tests")

@@ -22,6 +22,7 @@ from tests.message_texts import Messages
 from tests.unit.methods.prepare.prepared import prepare
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import PreferenceExample, write_pairs
+from xray_runtime.data.picture_reader import read_picture
 from xray_runtime.data.pictures import (
     PLACEHOLDER,
     PictureFiles,
@@ -29,7 +30,6 @@ from xray_runtime.data.pictures import (
     digest_of,
     picture_ids,
     pictures_in,
-    read_picture,
     runs,
     shown_picture,
 )

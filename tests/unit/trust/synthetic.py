@@ -243,13 +243,20 @@ class Lifecycle:
         self.done[stage] = ref
         return ref
 
-    def whole(self, asked: list[str] | None = None, gold_delta: float = 0.2, graph: str = "ppo") -> Lifecycle:
+    def whole(
+        self,
+        asked: list[str] | None = None,
+        gold_delta: float = 0.2,
+        graph: str = "ppo",
+        gates: Mapping[str, Any] | None = None,
+    ) -> Lifecycle:
         """One of GRAPHS, its policy evaluated and registered.
 
         With `ppo`: prepare → base → sft → preferences → reward → ppo-1 → ppo-2 → evaluate.
         """
         self.policy = GRAPHS[graph](self)
-        self.evaluate(asked or [f"question {i}" for i in range(50, 56)], self.policy, gold_delta=gold_delta)
+        asked = asked or [f"question {i}" for i in range(50, 56)]
+        self.evaluate(asked, self.policy, gold_delta=gold_delta, gates=gates)
         self.register(self.policy)
         self.record()
         return self
@@ -330,7 +337,7 @@ class Lifecycle:
         stage: str = "evaluate",
         win_rate: float = 0.6,
         gold_delta: float = 0.2,
-        gates: Mapping[str, float | None] | None = None,
+        gates: Mapping[str, Any] | None = None,
         numbers: Mapping[str, Any] | None = None,
     ) -> CheckpointRef:
         """`numbers` replace those of evaluation.json."""

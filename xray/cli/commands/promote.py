@@ -94,6 +94,7 @@ def _check(
     """Check the input before starting servers; returns the bounds from --set."""
     from xray_runtime.kernel.history.reference import open_lineage_store, resolve
     from xray_runtime.live.feedback.publication import JUDGEMENTS
+    from xray_runtime.trust.gates import changed_by_hand
 
     for entry in gates:
         if not entry.startswith(GATES):
@@ -102,6 +103,7 @@ def _check(
         raise ConfigError("--note: is required without a terminal")
     open_lineage_store(output, tracking_uri)
     bounds = load_config(None, gates).promotion if gates else None
+    changed_by_hand(bounds)
     if candidate is not None:
         resolve(candidate, output, tracking_uri)
     if verdicts is not None:

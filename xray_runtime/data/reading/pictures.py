@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.pairs import pairs_of
-from xray_runtime.data.pictures import ENDINGS, pictures_of, read_picture
+from xray_runtime.data.picture_reader import read_picture
+from xray_runtime.data.pictures import ENDINGS, pictures_of
 from xray_runtime.data.reading.json_values import type_of
 from xray_runtime.kernel.errors import shown
 
@@ -154,9 +155,9 @@ def keep_pictures_of(folder: Path, sides: Iterable[Path], sources: Iterable[Path
     """Have `folder` hold the pictures of all rows of these files of pairs, and no others; returns their number.
 
     Args:
-        sources: folders that have those which `folder` lacks.
+        sources: folders that have those which `folder` lacks; each may be missing.
     """
-    held = {file.stem: file for source in sources for file in source.iterdir()}
+    held = {file.stem: file for source in sources if source.is_dir() for file in source.iterdir()}
     if not held and not folder.is_dir():
         return 0
     prompts = (pair.prompt for side in sides if side.is_file() for pair in pairs_of(side))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from xray_runtime.algorithms.groups import NONE, best_of, tied
-from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
 from xray_runtime.data.pictures import FOLDER
 from xray_runtime.data.reading.pictures import keep_pictures_of
@@ -53,7 +52,7 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     write_pairs(out / TRAIN, Example, examples)
     for name in (HELDOUT, "dataset.json"):
         (out / name).write_bytes((source / name).read_bytes())
-    keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), picture_folders(stage.inputs))
+    keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), (source / FOLDER,))
     write_json(out / "stats.json", stats)
     recorder.metrics({f"best_of_n/{name}": value for name, value in stats.items()}, step=0)
     recorder.table(

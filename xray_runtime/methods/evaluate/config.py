@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import check_one_row_each
 from xray_runtime.engines.sampling_config import SamplingConfig
-from xray_runtime.kernel.config.section import Fraction, NonNegative, Positive, Section, UnitInterval
+from xray_runtime.kernel.config.section import Count, Fraction, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.methods.common.environment import AnyEnvironment, check_turns
 from xray_runtime.rewards.config import ExternalReward, JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term, source_names
@@ -109,3 +109,15 @@ class PromotionConfig(Section):
     """A candidate that had a canary beside the champion must have passed it."""
     allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
     """Allowed licences of every source of the candidate and of its reward models; None: not checked."""
+    approvals: Count | None = None
+    """How many of `approvers` must approve a candidate with `xray approve` before it is promoted. Unlike other gates it
+    cannot be overridden at a promotion."""
+    approvers: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=list)
+    """sha256 of the public key of each person: `openssl pkey -in KEY.pem -pubout | sha256sum`."""
+
+    @model_validator(mode="after")
+    def _enough_approvers(self) -> Self:
+        people = len(set(self.approvers))
+        if self.approvals is not None and self.approvals > people:
+            raise ValueError(f"approvals = {self.approvals} must be at most {people}, the number of approvers")
+        return self

@@ -107,6 +107,39 @@ class Scoring:
         self._replies[side] = replies
 
 
+@dataclass(frozen=True)
+class Verdicts:
+    """Results with 95% intervals of side `better` over `worse`."""
+
+    config: EvaluationConfig
+    seed: int
+    stage: str
+    better: str
+    worse: str
+
+    def interval(self, x: torch.Tensor, purpose: str) -> tuple[float, list[float]]:
+        seed = derive_seed(self.seed, self.stage, purpose)
+        mean, low, high = bootstrap_interval(x, self.config.bootstrap_samples, seed)
+        return mean, [low, high]
+
+    def verdict(self, scores: Scores, name: str) -> dict[str, Any]:
+        """Wins and difference by one judge, for whose `name` random numbers are drawn."""
+        better, worse = scores[self.better], scores[self.worse]
+        won = wins(better, worse)
+        rate, rate_ci = self.interval(won, f"win_rate/{name}")
+        delta, delta_ci = self.interval(better - worse, f"delta/{name}")
+        return {
+            "samples": len(won),
+            **outcomes(won.tolist()),
+            "win_rate": rate,
+            "win_rate_ci95": rate_ci,
+            "delta": delta,
+            "delta_ci95": delta_ci,
+            f"score_{self.worse}": float(worse.mean()),
+            f"score_{self.better}": float(better.mean()),
+        }
+
+
 def judge(
     config: EvaluationConfig,
     seed: int,
@@ -128,28 +161,11 @@ def judge(
         RuntimeError: no pair of replies has both its scores.
     """
 
-    def interval(x: torch.Tensor, purpose: str) -> tuple[float, list[float]]:
-        mean, low, high = bootstrap_interval(x, config.bootstrap_samples, derive_seed(seed, stage, purpose))
-        return mean, [low, high]
-
-    def verdict(scores: Scores, name: str) -> dict[str, Any]:
-        won = wins(scores[better], scores[worse])
-        rate, rate_ci = interval(won, f"win_rate/{name}")
-        delta, delta_ci = interval(scores[better] - scores[worse], f"delta/{name}")
-        return {
-            "samples": len(won),
-            **outcomes(won.tolist()),
-            "win_rate": rate,
-            "win_rate_ci95": rate_ci,
-            "delta": delta,
-            "delta_ci95": delta_ci,
-            **{f"score_{side}": float(scores[side].mean()) for side in (worse, better)},
-        }
-
+    verdicts = Verdicts(config, seed, stage, better, worse)
     judges: dict[str, dict[str, Any]] = dict(others or {})
     for name, of_judge in panel.judges.items():
         scores = _both_scored(of_judge, stage, f"score of {name}")
-        judges[name] = {"judges": name in config.judging} | verdict(scores, name)
+        judges[name] = {"judges": name in config.judging} | verdicts.verdict(scores, name)
     judging = [name for name, verdict in judges.items() if verdict["judges"]]
     strictest = min(judging, key=lambda name: judges[name]["win_rate_ci95"][0], default=None)
     content: dict[str, Any] = {"judge": strictest, "win_rate": None, "win_rate_ci95": None, "judges": judges}
@@ -159,14 +175,16 @@ def judge(
     for kind, shown in {"reward": rewards, "gold": panel.gold}.items():
         change: tuple[float | None, list[float] | None] = (None, None)
         if shown is not None:
-            change = interval(shown[better] - shown[worse], f"{kind}_delta")
+            change = verdicts.interval(shown[better] - shown[worse], f"{kind}_delta")
         content |= {f"{kind}_delta": change[0], f"{kind}_delta_ci95": change[1]}
         content |= {
             f"{kind}_{side}": float(shown[side].mean()) if shown is not None else None for side in (worse, better)
         }
     if config.tag_column is not None:
         content["tags"] = {
-            tag: {name: verdict(scores, f"{name}/{tag}") for name, scores in _of_rows(panel.judges, rows).items()}
+            tag: {
+                name: verdicts.verdict(scores, f"{name}/{tag}") for name, scores in _of_rows(panel.judges, rows).items()
+            }
             for tag, rows in tagged_rows(config.tag_column, columns or {}, stage).items()
         }
     return content

@@ -34,9 +34,9 @@ class DistillationConfig(Section):
     coef: NonNegative = 1.0
     """Weight of the divergence. 0: the teacher's log-probabilities are there for your own loss or advantages alone."""
     beta: UnitInterval | None = None
-    """None: the reverse KL at the sampled token, whose advantage falls by `coef` × (log π − log T). Else a term of the
-    loss: the generalized Jensen-Shannon divergence (GKD) of the distributions at each place, which at 0 is the forward
-    KL(T ‖ π) and at 1 the reverse KL(π ‖ T)."""
+    """None: the reverse KL at the sampled token, whose advantage falls by `coef` × (log π − log T), less the rollout's
+    mean of it. Else a term of the loss: the generalized Jensen-Shannon divergence (GKD) of the distributions at each
+    place, which at 0 is the forward KL(T ‖ π) and at 1 the reverse KL(π ‖ T)."""
     top_k: Annotated[int, Field(ge=1, le=4096)] | None = 64
     """With `beta`: the teacher's likeliest tokens, which are compared; all others count as one. None: the whole
     vocabulary, of at most 8,192 tokens."""

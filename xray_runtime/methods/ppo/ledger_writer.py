@@ -102,13 +102,13 @@ class Ledger:
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
         token_columns = {name: column.spread(rewarded, len(scaled)) for name, column in columns.items()}
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
-        for dropped in scored.dropped:
-            count = len(dropped.replies)
+        for replaced in scored.dropped:
+            count = len(replaced.replies)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
             empty = dict.fromkeys(token_columns, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
             ungraded = None if golds is None else [None] * count
-            tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
+            tables.append(self._table(iteration, replaced, unscaled, empty, untrained, ungraded))
         table = pa.concat_tables(tables).combine_chunks()
         table = self._hashed(table) if self._salt is not None else table
         LedgerShard(iteration, policy, table, tuple(dropped)).write(self._directory)

@@ -66,12 +66,12 @@ class TeacherServer:
         keys = [_digest([SOURCE, step, row, self._top_k, *text]) for row, text in enumerate(texts)]
         known = {key: entry["answer"] for key in keys if (entry := self._journal.entry(key)) is not None}
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
-        asked = list(missing.values())
+        to_score = list(missing.values())
         answers = ask_all(
             self._config,
             "/v1/completions",
-            [self._request(ids) for ids, _ in asked],
-            lambda number, answer: _read(answer, *asked[number], self._top_k),
+            [self._request(ids) for ids, _ in to_score],
+            lambda number, answer: _read(answer, *to_score[number], self._top_k),
         )
         fresh = {key: answer for key, answer in zip(missing, answers, strict=True) if not isinstance(answer, Score)}
         self._journal.write_entries(
@@ -79,7 +79,9 @@ class TeacherServer:
         )
         failed = [answer for answer in answers if isinstance(answer, Score)]
         if failed:
-            raise RuntimeError(f"{self._where}: {len(failed)} of {len(asked)} replies have no answer: {failed[0].why}")
+            raise RuntimeError(
+                f"{self._where}: {len(failed)} of {len(to_score)} replies have no answer: {failed[0].why}"
+            )
         return _scores([(known | fresh)[key] for key in keys], self._top_k)
 
     def _request(self, ids: Sequence[int]) -> dict[str, Any]:

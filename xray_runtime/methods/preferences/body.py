@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.groups import best_of, tied, worst_of
-from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
@@ -71,7 +70,8 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
             sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
         for held_out, pair in sided:
             (heldout if held_out else train).append(pair)
-    if pictures := keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), picture_folders(stage.inputs)):
+    sampled = [stage.inputs.data.path / FOLDER] if stage.inputs.data is not None else []
+    if pictures := keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), sampled):
         stats["pictures"] = pictures
     stats |= {"pairs": train.count + heldout.count} | {f"dropped_{why}": n for why, n in left_out.counts.items()}
     if not train.count or not heldout.count:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text, write_pairs
@@ -39,7 +38,7 @@ def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path,
         pairs = Pairs(source / side, PreferenceExample)
         kept = (p for p in pairs if is_held_out(stage.seed, PURPOSE, prompt_text(p.prompt), config.heldout) == wanted)
         counts[side] = write_pairs(out / side, PreferenceExample, kept)
-    keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), picture_folders(stage.inputs))
+    keep_pictures_of(out / FOLDER, (out / TRAIN, out / HELDOUT), (source / FOLDER,))
     if not all(counts.values()):
         raise ValueError(
             f"{stage.name}: {counts[TRAIN]} training and {counts[HELDOUT]} held-out pairs; both must be at least 1: "

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import EngineConfig
-from xray_runtime.models.lora import EXPERTS
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 from xray_runtime.ops.planner.layout import Layout as Layout
 from xray_runtime.ops.planner.model_states import (
@@ -27,6 +26,7 @@ from xray_runtime.ops.planner.model_states import (
     kept_bytes,
     model_states,
     sharding_of,
+    summed_experts_bytes,
 )
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
@@ -235,7 +235,9 @@ def training_memory(
         activations=activation_bytes(
             shape, tokens, weight_bytes, layout, top_layers, scored_length, checkpointing=options.checkpointing
         )
-        + _summed_experts_bytes(shape, weight_bytes, layout, options),
+        + summed_experts_bytes(
+            shape, weight_bytes, layout.ep, options.lora_targets, checkpointing=options.checkpointing
+        ),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
     )
     return replace(
@@ -249,16 +251,6 @@ def training_memory(
             ep=layout.ep,
         ),
     )
-
-
-def _summed_experts_bytes(shape: ModelShape, weight_bytes: int, layout: Layout, options: Options) -> int:
-    """The experts with their adapters, which a pass adds up, and the backward pass needs again."""
-    if shape.experts is None or EXPERTS not in (options.lora_targets or ()):
-        return 0
-    layers = 1 if options.checkpointing else shape.experts.num_layers
-    one = 3 * shape.experts.number * shape.experts.width * shape.hidden_size
-    # One layer's products B A exist beside the sums.
-    return ceil_div((layers + 1) * one * weight_bytes, layout.ep)
 
 
 def scoring_memory(

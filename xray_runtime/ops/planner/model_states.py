@@ -5,10 +5,13 @@ After ZeRO (Rajbhandari et al. 2020, §3 and §5), with DeepSpeed's own copies.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from xray_runtime.engines.capabilities import Sharding
 from xray_runtime.engines.layouts import TRAINERS
 from xray_runtime.kernel.plugs import able, unsupported
-from xray_runtime.models.shapes import ModelShape
+from xray_runtime.models.lora import EXPERTS
+from xray_runtime.models.shapes import ModelShape, ceil_div
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 
@@ -97,3 +100,15 @@ def gathered_bytes(
             layers = min(sharding.gathered_layers, shape.experts.num_layers)
             most -= layers * shape.experts.parameters // shape.experts.num_layers * (ep - 1) // ep
     return min(held, most) * weight_bytes
+
+
+def summed_experts_bytes(
+    shape: ModelShape, weight_bytes: int, ep: int, targets: Collection[str] | None, *, checkpointing: bool
+) -> int:
+    """The experts with their adapters, which a pass adds up, and the backward pass needs again."""
+    if shape.experts is None or EXPERTS not in (targets or ()):
+        return 0
+    layers = 1 if checkpointing else shape.experts.num_layers
+    one = 3 * shape.experts.number * shape.experts.width * shape.hidden_size
+    # One layer's products B A exist beside the sums.
+    return ceil_div((layers + 1) * one * weight_bytes, ep)

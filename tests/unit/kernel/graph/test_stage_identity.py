@@ -456,7 +456,18 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 def test_modules_that_prepare_depends_on() -> None:
     """Neither the schema nor anything that trains."""
     reading = ("forms", "json_values", "keys", "pictures", "record_files", "records", "sources")
-    data = ("dropped", "heldout", "messages", "pairs", "pictures", "reasoning", "text_set", "withdrawn", "reading")
+    data = (
+        "dropped",
+        "heldout",
+        "messages",
+        "pairs",
+        "picture_reader",
+        "pictures",
+        "reasoning",
+        "text_set",
+        "withdrawn",
+        "reading",
+    )
     data += tuple(f"reading.{name}" for name in reading)
     assert set(code_of(PREPARE)) == {
         "xray_runtime",

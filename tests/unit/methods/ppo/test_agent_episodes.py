@@ -41,7 +41,7 @@ from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.trust.replay import restore_recorded
+from xray_runtime.trust.replay_answers import restore_recorded
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from xray_runtime.methods.distill.kind import DISTILL
 from xray_runtime.methods.ppo.kind import PPOInputs
 
 OFF_BY = {"teacher.0": 0.5, "teacher.1": -0.25}
-"""How much the teachers' log-probabilities lie above the policy's."""
+"""How much the teachers' log-probabilities of a reply's first token lie above the policy's; the second's are equal."""
 PROMPTS = [f"question number {number}" for number in range(10)]
 SIZES: dict[str, Any] = {
     "prompts_per_iteration": REPLIES,
@@ -56,7 +56,8 @@ class Taught(PPOModel):
         self._note("score")
         texts.append((self.role, [ids.tolist() for ids in rows.input_ids]))
         found = self._logprobs(rows)
-        taught = Ragged(found.values + np.float32(OFF_BY.get(self.role, 1.0)), found.offsets)
+        surplus = np.float32(OFF_BY.get(self.role, 1.0)) * ((np.arange(len(found.values)) + 1) % 2)
+        taught = Ragged((found.values + surplus).astype(np.float32), found.offsets)
         return Scores(teacher_logprobs=taught) if self.role.startswith("teacher") else Scores(logprobs=taught)
 
 
@@ -104,16 +105,16 @@ def taught(inputs: PPOInputs, out: Path, distillation: dict[str, Any], **fields:
 def test_the_advantage_of_a_token_is_the_teachers_surplus(tmp_path: Path) -> None:
     world, recorder = taught(make(tmp_path), tmp_path / "out", {"coef": 2.0})
     for _, rows, *_ in world.batches:
-        assert rows.advantages.values.tolist() == pytest.approx([2 * 0.5] * 2 * MINIBATCH, abs=1e-6)
+        # .5 and 0 less their mean.
+        assert rows.advantages.values.tolist() == pytest.approx([2 * 0.25, 2 * -0.25] * MINIBATCH, abs=1e-6)
         assert "teacher_logprobs" not in rows
     [point] = recorder.points
-    # Two tokens a reply: −.5 each.
-    assert point["kl/teacher_k1"] == pytest.approx(-1.0, abs=1e-6)
+    assert point["kl/teacher_k1"] == pytest.approx(-0.5, abs=1e-6)
     assert point["kl/reference_k1"] == pytest.approx(2 * KL_PER_TOKEN, abs=1e-5)
     assert point["reward/mean"] == 0.0
     table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
     given = np.concatenate([np.array(table[name].to_pylist()) for name in ("teacher_logprobs", "logprobs")], 1)
-    assert (given[:, :2] - given[:, 2:]).tolist() == pytest.approx(np.full((REPLIES, 2), 0.5), abs=1e-6)
+    assert (given[:, :2] - given[:, 2:]).tolist() == pytest.approx(np.array([[0.5, 0.0]] * REPLIES), abs=1e-6)
     assert table["reward"].to_pylist() == [0.0] * REPLIES
 
 
@@ -128,7 +129,7 @@ def test_a_loss_of_your_own_reads_the_teacher(tmp_path: Path, message_texts: Mes
     for _, rows, *_ in world.batches:
         assert not rows.advantages.values.any()
         apart = rows.teacher_logprobs.values - rows.rollout_logprobs.values
-        assert apart.tolist() == pytest.approx([0.5] * 2 * MINIBATCH, abs=1e-6)
+        assert apart.tolist() == pytest.approx([0.5, 0.0] * MINIBATCH, abs=1e-6)
     inputs = replace(make(_folder(tmp_path / "none"), 0), teacher=[])
     with message_texts.raises(ValueError):
         attempt(inputs, tmp_path / "refused", World(), model=Taught, **FIELDS | given)
@@ -147,7 +148,7 @@ def test_a_column_says_which_teacher_a_row_has(tmp_path: Path, message_texts: Me
     columns = [table[name].to_pylist() for name in ("prompt", "teacher_logprobs", "logprobs")]
     for prompt, of_teacher, own in zip(*columns, strict=True):
         off = OFF_BY["teacher.0" if prompt % 3 else "teacher.1"]
-        assert np.subtract(of_teacher, own).tolist() == pytest.approx([off] * 2, abs=1e-6)
+        assert np.subtract(of_teacher, own).tolist() == pytest.approx([off, 0.0], abs=1e-6)
     assert {len(rows) for _, rows in texts} < {1, 2, 3, REPLIES}
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "other", column | {"values": ["math", "law"]})
@@ -169,7 +170,7 @@ def test_the_policy_teaches_itself_with_a_demonstration(tmp_path: Path) -> None:
         assert said == f"<|user|>question number {prompt}. For example: {'an answer ' * 8}{prompt}<|end|><|assistant|>"
         assert ids[-len(reply) :] == reply
     for _, batch, *_ in world.batches:
-        assert batch.advantages.values.tolist() == pytest.approx([1.0] * 2 * MINIBATCH, abs=1e-6)
+        assert batch.advantages.values.tolist() == pytest.approx([0.5, -0.5] * MINIBATCH, abs=1e-6)
 
 
 def test_a_teacher_must_read_what_the_policy_reads(tmp_path: Path, message_texts: Messages) -> None:

@@ -31,6 +31,7 @@ class Transformers(Generator):
         adapters=True,
         adapter_rank=1024,
         dora=True,
+        expert_adapters=True,
         routes=("cpu", "cuda"),
         pictures=True,
         top_logprobs=MOST_REPORTED,

@@ -1,0 +1,120 @@
+"""Two of three people: a promotion needs approvals that each signed with a key of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.trust.promoting import broken
+from tests.unit.trust.synthetic import NAME, Lifecycle, copied
+from xray.cli.main import app
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import new_private_key
+from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.approvals import approve
+from xray_runtime.trust.gates import NotPromoted
+from xray_runtime.trust.log import append
+from xray_runtime.trust.promotion import PromotionReview, promote, review
+
+PEOPLE = ("ada", "bo", "cy")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Person → private key; `eve` is not listed."""
+    folder, found = tmp_path_factory.mktemp("people"), {}
+    for person in (*PEOPLE, "eve"):
+        found[person] = folder / f"{person}.pem"
+        found[person].write_bytes(new_private_key())
+    return found
+
+
+def digest(private: Path) -> str:
+    """As docs/promoting.md says."""
+    public = subprocess.run(["openssl", "pkey", "-in", private, "-pubout"], capture_output=True, check=True).stdout
+    return hashlib.sha256(public).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def made(keys: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    gates = {"approvals": 2, "approvers": [digest(keys[name]) for name in PEOPLE], "min_win_rate": None}
+    return Lifecycle(tmp_path_factory.mktemp("approvals") / "run").whole(gates=gates).output
+
+
+@pytest.fixture
+def candidate(made: Path, tmp_path: Path) -> Path:
+    """A lifecycle whose config asks for two of three people."""
+    return copied(made, tmp_path / "run")
+
+
+def approved(output: Path, *people: Path, name: str = NAME) -> None:
+    sha256 = resolve("ppo-2", output, None)[1].sha256
+    for key in people:
+        approve(output, name=name, checkpoint=sha256, key=key, by=key.stem, note="read its evaluation")
+
+
+def reviewed(output: Path, gates: PromotionConfig | None = None) -> PromotionReview:
+    store, node = resolve("ppo-2", output, None)
+    return review(store, node, name=NAME, gates=gates)
+
+
+def test_two_of_three_promote(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"], keys["cy"])
+    seen = reviewed(candidate)
+    [gate] = [gate for gate in seen.gates if gate.name == "approvals"]
+    assert gate.reason.startswith("approved by ada (")
+    promote(open_lineage_store(candidate, None), seen, by="ada", note="good")
+    assert broken(candidate) == []
+
+
+@pytest.mark.parametrize("people", [(), ("ada",), ("ada", "ada"), ("ada", "eve")])
+def test_fewer_do_not(people: tuple[str, ...], candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, *(keys[person] for person in people))
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        reviewed(candidate)
+
+
+def test_an_approval_of_another_model_does_not_count(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"])
+    approved(candidate, keys["bo"], name="another")
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        reviewed(candidate)
+
+
+def test_an_approval_cannot_be_given_for_another(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"], keys["eve"])
+    by_ada, by_eve = view(candidate).state(LogApprovals).given
+    bo = subprocess.run(["openssl", "pkey", "-in", keys["bo"], "-pubout"], capture_output=True, check=True).stdout
+    append(candidate, by_eve.model_copy(update={"key": bo.decode()}))
+    append(candidate, by_ada.model_copy(update={"checkpoint": "0" * 64}))
+    assert [line.partition(" ")[0] for line in broken(candidate)] == ["approval-invalid"] * 2
+    with pytest.raises(NotPromoted):
+        reviewed(candidate)
+
+
+@pytest.mark.parametrize("gates", [{"approvals": None}, {"approvals": 1, "approvers": ["0" * 64]}, {"approvers": []}])
+def test_it_cannot_be_overridden(gates: dict[str, object], candidate: Path) -> None:
+    with pytest.raises(ConfigError, match="only the lifecycle's config sets it"):
+        reviewed(candidate, PromotionConfig.model_validate(gates))
+
+
+def test_more_than_there_are_people_is_refused() -> None:
+    with pytest.raises(ValueError, match="approvals = 2 must be at most 1"):
+        PromotionConfig(approvals=2, approvers=["0" * 64, "0" * 64])
+
+
+def test_the_command(candidate: Path, keys: dict[str, Path], tmp_path: Path) -> None:
+    common = ["approve", "ppo-2", "--output", str(candidate), "--name", NAME, "--note", "fine", "--by", "Ada"]
+    done = CliRunner().invoke(app, [*common, "--key", str(keys["ada"])])
+    assert (done.exit_code, digest(keys["ada"]) in done.output.replace("\n", "")) == (0, True)
+    (tmp_path / "none.pem").write_text("none")
+    for name in ("none.pem", "missing.pem"):
+        done = CliRunner().invoke(app, [*common, "--key", str(tmp_path / name)])
+        assert (done.exit_code, "--key:" in done.output) == (2, True)

@@ -1,0 +1,35 @@
+"""`xray approve`: a person's approval of a candidate, signed with a key of their own."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xray.cli.options import By, Ref, Root, Tracking
+
+PANEL = "Champion"
+
+
+def command(
+    ref: Ref,
+    output: Root,
+    name: Annotated[str, typer.Option(help="Registered model.")],
+    key: Annotated[Path, typer.Option(metavar="KEY.pem", help="Your private key; the config lists its digest.")],
+    note: Annotated[str, typer.Option(help="Your reason; it is signed.")],
+    by: By = None,
+    tracking_uri: Tracking = None,
+) -> None:
+    """Approve a candidate, where `promotion.approvals` asks for several people.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.trust.approvals import approve
+
+    _, node = resolve(ref, output, tracking_uri)
+    who = by or getpass.getuser()
+    digest = approve(output, name=name, checkpoint=node.sha256, key=key, by=who, note=note)
+    print(f"{who} approved {node.name} as champion of {name}; key {digest}")
