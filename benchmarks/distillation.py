@@ -3,7 +3,7 @@
     python -m benchmarks.distillation [--seeds 3]
 
 The task, the student's start and the sampler are those of `benchmarks.methods`: the largest of four digits, from
-demonstrations that are right half of the time. The teacher, of 1.3 million parameters, has learned from right ones. All
+demonstrations that are right half of the time. The teacher, of 1.1 million parameters, has learned from right ones. All
 ways get the same prompts, minibatches, learning rate and optimizer, and train on each reply once; only who samples the
 reply and what is learned of it differ. Success is of replies sampled at temperature 1.
 """

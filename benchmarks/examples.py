@@ -50,6 +50,7 @@ EXAMPLES = dict(
         lesson("08_promote_and_serve", evaluated="gold"),
         ("two_judges", Example("examples.two_judges:two_judges", evaluated="reward")),
         ("online_dpo", Example("examples.online_dpo:online_dpo", evaluated="reward")),
+        ("distillation", Example("examples.distillation:distillation", evaluated="reward")),
         ("guess_number", Example("examples.guess_number:guess_number", column="success")),
         ("agents/largest_digit", Example("examples.agents.largest_digit:largest_digit", column="success")),
         ("own_project", Example("flows.short_replies:short_replies", evaluated="gold", folder="examples/own_project")),

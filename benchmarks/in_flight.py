@@ -3,10 +3,11 @@
     python -m benchmarks.in_flight [--iterations 12] [--repeats 3] [--task lengths|quickstart]
 
 GRPO over real engines, vLLM and DeepSpeed, in processes of their own with one thread each. With the task `lengths`
-replies end at random, so that their lengths differ by more than 20 times, and `epochs` is what makes an update about
-as long as a synchronous rollout; with `quickstart` replies have 16 tokens, as in examples/quickstart.yaml. Every call
-of the generator and of the trainer writes its begin and end; idle is the share of the time, from the second iteration
-on, in which a process had none.
+replies end at random, so that their lengths differ by more than 20 times, and the small model's calls sleep until they
+have taken what they would take on devices of their own: 10 ms a token of the longest reply, 0.25 s an optimizer step,
+so that a rollout takes about as long as an update. With `quickstart` replies have 16 tokens, and nothing sleeps. Every
+call of the generator and of the trainer writes its begin and end; idle is the share of the time, from the second
+iteration on, in which a process had none.
 """
 
 from __future__ import annotations
@@ -59,11 +60,15 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
+TOKEN_S, STEP_S = 0.01, 0.25
+
+
 @contextmanager
-def noted(events: Path, what: str) -> Iterator[None]:
-    """Append begin and end of a call."""
+def noted(events: Path, what: str, seconds: list[float]) -> Iterator[None]:
+    """Append begin and end of a call, which takes at least the sum of `seconds`."""
     begin = time.time()
     yield
+    time.sleep(max(0.0, begin + sum(seconds) - time.time()))
     with events.open("a") as file:
         file.write(json.dumps([what, begin, time.time()]) + "\n")
 
@@ -71,37 +76,42 @@ def noted(events: Path, what: str) -> Iterator[None]:
 class TimedGenerator(Generator):
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         assert isinstance(spec, TimedGeneratorSpec)
-        self._events = spec.events
+        self._events, self._sleeps = spec.events, spec.sleeps
         super().build(spec, rank_info)
 
     def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
-        with noted(self._events, "generator"):
-            return super().generate(rows, sampling, version)
+        seconds: list[float] = []
+        with noted(self._events, "generator", seconds):
+            replies = super().generate(rows, sampling, version)
+            seconds.append(self._sleeps * TOKEN_S * int(replies.response_ids.lengths.max()))
+            return replies
 
 
 class TimedLearner(Learner):
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
         assert isinstance(spec, TimedModelSpec)
-        self._events = spec.events
+        self._events, self._sleeps = spec.events, spec.sleeps
         super().build(spec, rank_info)
 
     def score(self, rows: TextBatch) -> Scores:
-        with noted(self._events, "trainer"):
+        with noted(self._events, "trainer", []):
             return super().score(rows)
 
     def train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
-        with noted(self._events, "trainer"):
+        with noted(self._events, "trainer", [self._sleeps * STEP_S]):
             return super().train(rows, totals, lr)
 
 
 @dataclass(frozen=True)
 class TimedGeneratorSpec(GeneratorSpec):
     events: Path = Path()
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
 class TimedModelSpec(ModelSpec):
     events: Path = Path()
+    sleeps: bool = False
 
 
 WORKHORSES |= {TimedGeneratorSpec: TimedGenerator, TimedModelSpec: TimedLearner}
@@ -144,7 +154,7 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     config = PPOConfig(
         method="grpo", iterations=iterations, prompts_per_iteration=8, samples_per_prompt=4, minibatch_size=16,
         lr=1e-6, reward_scaling="none", truncated="penalize", rewards=[reward_term(function="even")],
-        ledger={"keep": "all"}, **TASKS[task] | MODES[mode],
+        **TASKS[task] | MODES[mode],
     )  # fmt: skip
     texts = [f"question number {number}" for number in range(64)]
     examples = [Example(str(i), "c", [{"role": "user", "content": text}], "fine") for i, text in enumerate(texts)]
@@ -156,8 +166,9 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     @contextmanager
     def timed(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         kinds = {GeneratorSpec: TimedGeneratorSpec, ModelSpec: TimedModelSpec}
+        more = {"events": events, "sleeps": task == "lengths"}
         made = {
-            role: kinds[type(spec)](**{each.name: getattr(spec, each.name) for each in fields(spec)}, events=events)
+            role: kinds[type(spec)](**{each.name: getattr(spec, each.name) for each in fields(spec)}, **more)
             for role, spec in specs.items()
         }
         with opened(made) as models:
@@ -169,9 +180,11 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     stage = Stage("ppo", 3, config, PPOInputs(Model(model), Dataset(root)), runtime, timed, functions, root)
     run(stage, out, recorder)  # type: ignore[arg-type]
     first, last = recorder.ends[0], recorder.ends[-1]
+    idle = {who: 1 - busy(events, who, first, last) / (last - first) for who in ("generator", "trainer")}
     return Measured(
         60 * (iterations - 1) / (last - first),
-        *(1 - busy(events, who, first, last) / (last - first) for who in ("generator", "trainer")),
+        idle["generator"],
+        idle["trainer"],
         spread_of_lengths(out),
         statistics.mean(point["rollout/lag"] for point in recorder.points),
     )

@@ -4,7 +4,7 @@ Which is the largest of four digits? The student has seen demonstrations that ar
 those that are all right. Both have one tokenizer and one chat template, which the stage checks.
 
     xray run examples.distillation:distillation
-    xray run examples.distillation:distillation --set iterations=60 --set seed=1
+    xray run examples.distillation:distillation --set iterations=20 --set seed=1
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LESSON = importlib.import_module("examples.lessons.05_grpo_with_a_verifier")
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def distillation(output: str = "runs/distillation", seed: int = 0, iterations: int = 30, steps: int = 300) -> None:
+def distillation(output: str = "runs/distillation", seed: int = 0, iterations: int = 60, steps: int = 150) -> None:
     """From demonstrations that are half right to a student that is about as good as its teacher."""
     folder = Path(output).absolute()
     for name, right in (("half", 0.5), ("all", 1.0)):

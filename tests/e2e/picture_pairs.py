@@ -12,9 +12,14 @@ import xray
 from examples.squares_vlm import MOST, write_model, write_pictures
 
 
+def spread(prompts: list[str], replies: list[str]) -> list[float]:
+    """A number that tells the replies of an untrained model apart."""
+    return [float(sum(map(ord, reply)) % 97) for reply in replies]
+
+
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def picture_pairs(output: str = "runs/picture-pairs", family: str = "qwen3_vl", count: int = 120) -> None:
-    """DPO and a reward model on pairs of a file; DPO on the pairs that the reward model makes of sampled replies."""
+    """DPO and a reward model on pairs of a file; DPO and SFT on the best of sampled replies."""
     pictures, model = Path(output).absolute() / "pictures", Path(output).absolute() / "model"
     rows = write_pictures(pictures, count=count, right=1.0)
     write_model(model, family)
@@ -26,12 +31,19 @@ def picture_pairs(output: str = "runs/picture-pairs", family: str = "qwen3_vl", 
         base = xray.base(model=str(model))
         given = xray.preferences(source="dataset", path=str(pairs), pictures=str(pictures), heldout_fraction=0.2)
         xray.dpo(base, preferences=given, batch_size=32, name="dpo")
-        kind = xray.reward_model(base, data=given, batch_size=32)
+        xray.reward_model(base, data=given, batch_size=32)
         made = xray.preferences(
-            base, source="rewards", data=data, rewards=[kind], samples=4, heldout_fraction=0.4, name="made", **sampled
+            base,
+            source="rewards",
+            data=data,
+            rewards=[xray.reward(spread)],
+            samples=4,
+            heldout_fraction=0.4,
+            name="made",
+            **sampled,
         )
         xray.dpo(base, preferences=made, batch_size=4, name="online")
-        best = xray.best_of_n(base, prompts=data, rewards=[kind], samples=2, name="best", **sampled)
+        best = xray.best_of_n(base, prompts=data, rewards=[xray.reward(spread)], samples=2, name="best", **sampled)
         xray.sft(base, data=best, steps=2, batch_size=4, max_response_tokens=8)
 
 

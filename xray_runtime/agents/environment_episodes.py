@@ -29,10 +29,12 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.errors import shown
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
-from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, rollout_of
+from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Game, rollout_of
 from xray_runtime.methods.common.sampling.reply_stream import Sampled
+from xray_runtime.methods.common.teacher_prompts import TeacherPrompts
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[list[Episode], int], list[Sampled]]
+Say = Callable[[list[Game], int], list[Sampled]]
 """(episodes that go on, number of the turn) → the turn of each."""
 
 
@@ -54,6 +56,10 @@ class Episodes:
         self._pool, self._max_prompt = pool, setup.max_prompt
         self._generator, self._sampling, self._tokenizer = setup.generator, setup.sampling, setup.tokenizer
         self._config: EnvironmentConfig = stage.config.environment
+        self._champion = setup.champion
+        if setup.champion is not None:
+            # It reads and says tokens of the policy's vocabulary; raises ValueError: it has another.
+            TeacherPrompts(f"{stage.name}.champion", stage.inputs.champion.path, setup.tokenizer)
         self._format = chat_format(setup.tokenizer)
         self.journal = Journal(stage.kept, stage.kept_shared, stage.seal)
         # One rollout at a time: episodes of two would have the same numbers.
@@ -63,15 +69,20 @@ class Episodes:
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
         assert batch.version is not None
-        episodes = [Episode(row, row, task, seed, ids) for row, task, seed, ids in batch.starts(self._stage)]
-        size = -(-len(episodes) // self._config.cohorts)
-        cohorts = [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        seats = self._config.seats
+        games = [Game.of(*start, seats) for start in batch.starts(self._stage)]
+        size = -(-len(games) // self._config.cohorts)
+        cohorts = [games[start : start + size] for start in range(0, len(games), size)]
         with ThreadPoolExecutor(len(cohorts)) as threads:
             say = partial(self._say, batch)
             running = [threads.submit(self._play, cohort, batch.name, batch.number, say) for cohort in cohorts]
             for cohort in running:
                 cohort.result()
-        return rollout_of(episodes, batch.version)
+        rows: list[Episode] = []
+        for start in range(0, len(games), batch.group_size):
+            group = games[start : start + batch.group_size]
+            rows += [game.rows[seat] for seat in self._config.policy_seats or ("",) for game in group]
+        return rollout_of(rows, batch.version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -84,107 +95,158 @@ class Episodes:
     def metrics(self, episodes: Rollout) -> dict[str, float]:
         return {}
 
-    def _play(self, episodes: list[Episode], name: str, step: int, say: Say) -> None:
+    def _play(self, games: list[Game], name: str, step: int, say: Say) -> None:
         """Play the turns of a cohort until all its episodes are over."""
-        for episode, start in self._answers(episodes, name, step):
-            self._begin(episode, Start(**start))
+        for game, start in self._answers(games, name, step):
+            self._begin(game, Start(**start))
         turn = 0
-        while active := [episode for episode in episodes if not episode.over]:
+        while active := [game for game in games if not game.over]:
             replies = say(active, turn)
-            for episode, reply, text in zip(
-                active, replies, decode_replies(self._tokenizer, [reply.ids for reply in replies]), strict=True
-            ):
-                episode.say(reply.ids, reply.logprobs)
-                episode.replies.append(text)
-                # An environment cannot answer a turn that was cut off.
-                episode.over = not reply.ended
-            for episode, answer in self._answers([e for e in active if not e.over], name, step):
-                self._follow(episode, Step(**answer))
+            texts = decode_replies(self._tokenizer, [reply.ids for reply in replies])
+            for game, reply, text in zip(active, replies, texts, strict=True):
+                game.turn.say(reply.ids, reply.logprobs)
+                game.replies.append(text)
+                if not reply.ended:
+                    game.cut()  # an environment cannot answer it
+            for game, answer in self._answers([game for game in active if not game.over], name, step):
+                self._follow(game, Step(**answer))
             turn += 1
-        for episode in episodes:
-            self._pool.close(episode.number)
-            if not episode.ids:
-                # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
-                episode.say([self._format.end_of_turn], [0.0])
+        for game in games:
+            self._pool.close(game.number)
+            for episode in game.rows.values():
+                if not episode.ids:
+                    # It failed before its first turn. A row must have a token; nothing learns from a row without a
+                    # reward.
+                    episode.say([self._format.end_of_turn], [0.0])
+                    episode.turns, episode.failure = 0, episode.failure or f"seat {episode.seat!r} had no turn"
 
-    def _say(self, batch: EpisodeBatch, active: list[Episode], turn: int) -> list[Sampled]:
-        """The next turn of each episode."""
+    def _say(self, batch: EpisodeBatch, active: list[Game], turn: int) -> list[Sampled]:
+        """The next turn of each episode, by the policy or the champion."""
         stage, version = self._stage, batch.version
         assert version is not None
-        seeds = [derive_seed(stage.seed, stage.name, batch.purpose, batch.number, e.row, turn) for e in active]
-        rows = PromptBatch(input_ids=Ragged.of([*e.prompt, *e.ids] for e in active), seed=np.array(seeds))
-        answer = self._generate(rows, self._sampling, version)
-        columns = zip(answer.response_ids, answer.rollout_logprobs, answer.ended, strict=True)
-        return [Sampled(ids.tolist(), logprobs.tolist(), bool(ended), []) for ids, logprobs, ended in columns]
+        found: dict[int, Sampled] = {}
+        champion = [game for game in active if game.seat in self._config.champion_seats]
+        policy = [game for game in active if game.seat not in self._config.champion_seats]
+        for games, generate in ((policy, self._generate), (champion, self._of_champion)):
+            if not games:
+                continue
+            seeds = [derive_seed(stage.seed, stage.name, batch.purpose, batch.number, g.row, turn) for g in games]
+            so_far = Ragged.of([*game.turn.prompt, *game.turn.ids] for game in games)
+            rows = PromptBatch(input_ids=so_far, seed=np.array(seeds))
+            answer = generate(rows, self._sampling, version)
+            columns = zip(games, answer.response_ids, answer.rollout_logprobs, answer.ended, strict=True)
+            for game, ids, logprobs, ended in columns:
+                found[game.row] = Sampled(ids.tolist(), logprobs.tolist(), bool(ended), [])
+        return [found[game.row] for game in active]
 
     def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         answer = get(self._generator.generate.remote(rows, sampling, version))
         check_rollout(answer, len(rows), sampling)
         return answer
 
-    def _begin(self, episode: Episode, start: Start) -> None:
-        if start.messages is None and start.tools is None:
+    def _of_champion(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
+        """As `_generate`, by the champion, whose weights never change."""
+        assert self._champion is not None
+        answer = get(self._champion.generate.remote(rows, sampling, 0))
+        check_rollout(answer, len(rows), sampling)
+        return answer
+
+    def _begin(self, game: Game, start: Start) -> None:
+        if not self._pass_to(game, start.seat) or (start.messages is None and start.tools is None):
             return
-        [episode.prompt] = self._format.prompts([start.prompt(episode.task["messages"])])
-        if len(episode.prompt) > self._max_prompt:
+        [game.turn.prompt] = self._format.prompts([start.prompt(game.task["messages"])])
+        if len(game.turn.prompt) > self._max_prompt:
             raise ValueError(
-                f"{self._stage.name}.environment: an episode begins with {len(episode.prompt)} tokens, more than the "
+                f"{self._stage.name}.environment: an episode begins with {len(game.turn.prompt)} tokens, more than the "
                 f"{self._max_prompt} of data.max_prompt_tokens"
             )
 
-    def _follow(self, episode: Episode, step: Step) -> None:
+    def _follow(self, game: Game, step: Step) -> None:
         """Apply an environment's answer to its episode."""
-        episode.reward_turn(step.reward)
-        episode.inform(step.info)
-        episode.ended = step.terminated
-        episode.over = step.terminated or step.truncated or len(episode.replies) >= self._config.max_turns
-        if episode.over:
+        game.turn.reward_turn(step.reward)
+        for seat, reward in step.rewards.items():
+            if not self._has_seat(game, seat):
+                return
+            if game.rows[seat].turns:
+                game.rows[seat].reward_turn(reward)
+        for episode in game.rows.values():
+            episode.inform(step.info)
+        if step.terminated:
+            game.end()
+        game.over = step.terminated or step.truncated or len(game.replies) >= self._config.max_turns
+        if game.over or not self._pass_to(game, step.seat):
+            return
+        if not game.turn.turns:
+            self._first_turn(game, step.messages)
             return
         if not step.messages:
-            episode.fail("its environment neither ended the episode nor returned a message")
+            game.fail("its environment neither ended the episode nor returned a message")
             return
-        observed = self._format.observations(step.messages, episode.ids[-1])
-        if len(episode.ids) + len(observed) + self._sampling.max_new_tokens > self._config.max_tokens:
-            episode.over = True
+        observed = self._format.observations(step.messages, game.turn.ids[-1])
+        if len(game.turn.ids) + len(observed) + self._sampling.max_new_tokens > self._config.max_tokens:
+            game.over = True
             return
-        episode.observe(observed)
+        game.turn.observe(observed)
 
-    def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
+    def _first_turn(self, game: Game, messages: list[dict[str, Any]]) -> None:
+        """Begin the row of a seat that replies for the first time."""
+        if messages:
+            [game.turn.prompt] = self._format.prompts([messages])
+        if len(game.turn.prompt) > self._max_prompt:
+            limit = f"the {self._max_prompt} of data.max_prompt_tokens"
+            game.fail(f"seat {game.seat!r} begins with {len(game.turn.prompt)} tokens, more than {limit}")
+
+    def _pass_to(self, game: Game, seat: str) -> bool:
+        """Make it the turn of `seat`; "": of the same. False: the episode failed, since there is no such seat."""
+        if seat and not self._has_seat(game, seat):
+            return False
+        game.seat = seat or game.seat
+        return True
+
+    def _has_seat(self, game: Game, seat: str) -> bool:
+        if seat in game.rows:
+            return True
+        known = ", ".join(self._config.seats) or "empty"
+        game.fail(f"its environment named the seat {shown(seat)}, but environment.seats is {known}")
+        return False
+
+    def _answers(self, games: list[Game], name: str, step: int) -> Iterator[tuple[Game, dict[str, Any]]]:
         """The environments' answers to the last replies, or to the reset. Episodes that fail are left out."""
-        keys = {episode.row: answer_key(name, episode.row, episode.replies) for episode in episodes}
+        keys = {game.row: answer_key(name, game.row, game.replies) for game in games}
         entries = {row: self.journal.entry(key) for row, key in keys.items()}
-        requests = {e.row: self._request(e) for e in episodes if entries[e.row] is None}
+        requests = {game.row: self._request(game) for game in games if entries[game.row] is None}
         fresh = []
-        for episode in episodes:
-            entry = entries[episode.row]
+        for game in games:
+            entry = entries[game.row]
             if entry is None:
-                entry = {"key": keys[episode.row], "source": "environment", "step": step}
-                entry |= _outcome(requests[episode.row])
+                entry = {"key": keys[game.row], "source": "environment", "step": step}
+                entry |= _outcome(requests[game.row])
                 fresh.append(entry)
-                entries[episode.row] = entry
+                entries[game.row] = entry
         # Written before use: an environment with a clock or a service would answer differently the next time.
         self.journal.write_entries(step, fresh)
-        for episode in episodes:
-            entry = entries[episode.row] or {}
-            episode.answers.append({name: entry[name] for name in ("answer", "failure") if name in entry})
+        for game in games:
+            entry = entries[game.row] or {}
+            of_seat = {"seat": game.seat, "reply": game.replies[-1]} if game.replies and self._config.seats else {}
+            game.answers.append(of_seat | {name: entry[name] for name in ("answer", "failure") if name in entry})
             if "failure" in entry:
-                log.warning("%s, row %d: %s", name, episode.row, entry["failure"])
-                episode.fail(entry["failure"])
+                log.warning("%s, row %d: %s", name, game.row, entry["failure"])
+                game.fail(entry["failure"])
             else:
-                yield episode, entry["answer"]
+                yield game, entry["answer"]
 
-    def _request(self, episode: Episode) -> list[Future[Any]]:
+    def _request(self, game: Game) -> list[Future[Any]]:
         """Send the last reply to the environment; after a resume, replay the earlier replies first. The last future is
         the answer."""
         futures: list[Future[Any]] = []
-        if not episode.known:
-            futures.append(self._pool.reset(episode.number, episode.task, episode.seed))
-            episode.known = 1
-        for reply in episode.replies[episode.known - 1 :]:
+        if not game.known:
+            futures.append(self._pool.reset(game.number, game.task, game.seed))
+            game.known = 1
+        for reply in game.replies[game.known - 1 :]:
             if futures:
                 futures[-1].exception()  # waits for it; a failure surfaces in the next answer
-            futures.append(self._pool.step(episode.number, split_reasoning(reply)[1]))
-            episode.known += 1
+            futures.append(self._pool.step(game.number, split_reasoning(reply)[1]))
+            game.known += 1
         return futures
 
 
@@ -196,6 +258,8 @@ def answer_key(rollout: str, row: int, replies: Sequence[str]) -> str:
 def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:
     try:
         # `result` raises the first failure, which is the cause of any later one.
-        return {"answer": asdict([future.result() for future in futures][-1])}
+        answer = asdict([future.result() for future in futures][-1])
+        # Games of one leave these out.
+        return {"answer": {name: given for name, given in answer.items() if given or name not in ("seat", "rewards")}}
     except EnvironmentFailure as error:
         return {"failure": str(error)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.agents.environment_episodes import Episodes
-from xray_runtime.methods.common.sampling.episode import Episode, rollout_name, rollout_of
+from xray_runtime.methods.common.sampling.episode import Episode, Game, rollout_name, rollout_of
 from xray_runtime.methods.common.sampling.journaled_turns import JournaledTurns, Place, turns_line, version_columns
 from xray_runtime.methods.common.sampling.reply_stream import ReplyStream, Sampled, by_token
 
@@ -70,7 +70,7 @@ class EnvironmentsInFlight(Episodes):
 
     def planned(self, batch: EpisodeBatch) -> list[PlannedEpisode]:
         starts = batch.starts(self._stage)
-        return [PlannedEpisode((batch.number, row), batch.purpose, *start) for row, *start in starts]
+        return [PlannedEpisode((batch.number, row), batch.purpose, task, seed, ids) for row, task, seed, ids in starts]
 
     def start(self, planned: PlannedEpisode, step: int, stale: PlayedEpisode | None = None) -> Future[PlayedEpisode]:
         found = None if stale is not None else self._turns.find(planned.place)
@@ -114,27 +114,28 @@ class EnvironmentsInFlight(Episodes):
     ) -> PlayedEpisode:
         group, row = planned.place
         while True:
-            episode = Episode(FIRST_NUMBER + group * self._size + row, row, planned.task, planned.seed, planned.prompt)
+            number = FIRST_NUMBER + group * self._size + row
+            game = Game.of(row, planned.task, planned.seed, planned.prompt, (), number)
             turns: list[Sampled] = []
 
-            def say(active: list[Episode], turn: int) -> list[Sampled]:
-                turns.append(self._turn(planned, episode, turns, turn) if known is None else known[turn])  # noqa: B023
+            def say(active: list[Game], turn: int) -> list[Sampled]:
+                turns.append(self._turn(planned, active[0].turn, turns, turn) if known is None else known[turn])  # noqa: B023
                 return turns[-1:]  # noqa: B023
 
             name = rollout_name(planned.purpose, group, None) + (f"-{attempt}" if attempt else "")
             try:
-                self._play([episode], name, step, say)
+                self._play([game], name, step, say)
             except _StaleError:
                 self._num_stale += 1
                 attempt += 1
                 continue
             except _GivenUpError:
-                self._pool.close(episode.number)
+                self._pool.close(game.number)
                 raise
             if known is None:
                 self._attempts[planned.place] = attempt
                 self.journal.write_entries(step, [turns_line(step, planned.place, attempt, turns)])
-            return PlayedEpisode(episode, turns)
+            return PlayedEpisode(game.turn, turns)
 
     def _turn(self, planned: PlannedEpisode, episode: Episode, before: list[Sampled], turn: int) -> Sampled:
         if planned.place in self._dropped:

@@ -160,6 +160,7 @@ def _rollout() -> AdvantageInputs:
     streams["turns"] = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(-1).sub(1).clamp(min=0)
     streams["versions"] = torch.arange(mask.numel()).reshape(mask.shape) % 3
     streams |= {"sources": normal(batch, 2), "source_weights": normal(2).abs()}
+    streams["seat_means"] = normal(batch)
     probe = Probe(streams, lambda name: _column(name, batch), set())
     return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, 0.9, 0.8, probe)
 
@@ -182,5 +183,6 @@ def _tokens() -> PolicyLossInputs:
     likely = (-torch.rand(2, len(replies), NUM_TOP, generator=random, dtype=torch.float64) - 1.5).log_softmax(-1) - 0.1
     ids = torch.arange(NUM_TOP).repeat(len(replies), 1)
     streams |= dict(zip(TOPK, (ids, *likely), strict=True))
+    streams["chosen"] = normal() > 0.5
     probe = Probe(streams, lambda name: _column(name, len(LENGTHS))[replies], set())
     return PolicyLossInputs(logprobs, advantages, mask, replies, 0.2, 0.25, 3.0, probe)

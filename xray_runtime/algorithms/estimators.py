@@ -47,6 +47,12 @@ class AdvantageInputs(TokenStreams):
     """Name → values of what the properties read."""
 
     @property
+    def seat_means(self) -> Tensor:
+        """[B] float64: moving mean of the scores of each reply's seat in the rollouts before (`rewards.MovingMeans`);
+        without seats, of all."""
+        return read(self.streams, "seat_means")
+
+    @property
     def sources(self) -> Tensor:
         """[B, S] raw score of each reply by each source of reward; NaN where the source does not apply."""
         return read(self.streams, "sources")

@@ -56,6 +56,11 @@ class PolicyLossInputs(TokenStreams):
         return read(self.streams, TOPK_POLICY_LOGPROBS)
 
     @property
+    def chosen(self) -> Tensor:
+        """bool: tokens that the loss's method chose over the whole rollout (`algorithms.chosen_tokens`)."""
+        return read(self.streams, "chosen")
+
+    @property
     def log_ratio(self) -> Tensor:
         """log ρ = logp − old, bounded."""
         return clamp_log_ratio(self.logprobs - self.old_logprobs)

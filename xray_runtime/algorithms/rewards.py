@@ -120,6 +120,23 @@ def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
 
 
 @dataclass
+class MovingMeans:
+    """The moving mean of each seat's scores, 0 at first; its state is saved with the stage."""
+
+    means: dict[str, float] = field(default_factory=dict)
+
+    def take(self, scores: Tensor, seats: Sequence[str], decay: float = 0.95) -> Tensor:
+        """m of each score's seat [B] from before these scores, which m then takes in: m ← decay m + (1 − decay) r, once
+        a score, each with the mean of its seat's scores in place of its own."""
+        before = torch.tensor([self.means.get(seat, 0.0) for seat in seats], dtype=torch.float64)
+        for seat in sorted(set(seats)):
+            of_seat = scores.double()[torch.tensor([name == seat for name in seats])]
+            kept = decay ** len(of_seat)
+            self.means[seat] = kept * self.means.get(seat, 0.0) + (1 - kept) * float(of_seat.mean())
+        return before
+
+
+@dataclass
 class RunningMoments:
     """Mean and population deviation of all batches so far (Chan, Golub & LeVeque 1979); the three fields are the whole
     state."""

@@ -66,8 +66,8 @@ class TokenStreams:
         return read(self.streams, "teacher_logprobs")
 
     def column(self, name: str) -> Tensor:
-        """The numbers in a column of the dataset, float64: [B] for advantages; for a loss each token has its row's.
-        NaN where a row has none."""
+        """The numbers in a column of the dataset, float64: [B] for advantages, NaN where a row has none; for a loss,
+        which allows no such row, each token has its row's."""
         return read(self.streams, COLUMN + name)
 
 

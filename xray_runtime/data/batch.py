@@ -180,6 +180,7 @@ class PolicyBatch(TextBatch[A]):
     topk_ids: Ragged[A] = _TOPK_IDS
     topk_logprobs: Ragged[A] = _TOPK_LOGPROBS
     turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
+    chosen: Ragged[A] = column("[B, R]", "bool", _EXPERIENCE, _POLICY, "what its method chose over the rollout")
     versions: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "updates of the policy that sampled it")
     group: A = column("[B]", "int64", _EXPERIENCE, _POLICY, "which of the rollout's prompts")
     advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
@@ -243,6 +244,7 @@ class Rollout(ReplyBatch[A]):
     episode_reward: A = column("[B]", "float64", _EPISODE, "rewards.reward_sources", "sum of rewards; NaN: failed")
     failure: A = column("[B]", "str", _EPISODE, "rewards.reward_sources", "reason of the failure, or empty")
     info: A = column("[B]", "str", _EPISODE, "ppo.metrics", "JSON: the environment's numbers, summed over the turns")
+    seat: A = column("[B]", "str", _EPISODE, "ppo.experience, ppo.metrics", "of a game of several")
     answers: A = column("[B]", "str", _EPISODE, "trust.replay", "JSON: the environment's answers, an agent's record")
     branches: Ragged[A] = _BRANCHES
     ran_again: A = column(
@@ -325,10 +327,13 @@ class StepTotals:
         return known[name] if name in known else self.counts.get(name, math.nan)
 
     @staticmethod
-    def of(rows: TextBatch, *, kl_coef: float = 0.0, baseline: float = 0.0) -> StepTotals:
+    def of(
+        rows: TextBatch, *, kl_coef: float = 0.0, baseline: float = 0.0, counts: Mapping[str, float] | None = None
+    ) -> StepTotals:
         """Those of a step over `rows`."""
         tokens = float(rows.num_response_tokens()) if "prompt_lengths" in rows else math.nan
-        return StepTotals(tokens=tokens, rows=float(len(rows)), kl_coef=kl_coef, baseline=baseline)
+        given = {"tokens": tokens, "rows": float(len(rows)), "kl_coef": kl_coef, "baseline": baseline}
+        return StepTotals(**given, counts=counts or {})
 
 
 def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:

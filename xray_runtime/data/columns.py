@@ -55,6 +55,7 @@ LEDGER = (
     listed("kept_mass", "[B, R]", "float", _WRITER, _PAGES, "as above; where the policy scores the rollout"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
+    listed("seat", "[B]", "string", _WRITER, _PAGES, "of games of several"),
     listed("answers", "[B]", "string", _WRITER, "trust.replay", "of episodes; absent if tokens are hashed"),
     listed("response_mask", "[B, R]", "bool", _WRITER, _PAGES, "of episodes"),
     listed("turn_rewards", "[B, R]", "float", _WRITER, _PAGES, "of episodes"),

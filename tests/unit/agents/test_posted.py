@@ -100,7 +100,7 @@ def test_many_posts_have_few_names_and_a_finite_sum(world: World) -> None:
 
 
 def test_environments_inform_by_names_that_metrics_can_have() -> None:
-    episode = Episode(0, 0, {}, 0, [])
+    episode = Episode(0, 0, [])
     episode.inform(dict.fromkeys(BAD_NAMES, 1) | {"ok": True, "big": 10**400, "bigger": 1e31, "text": "1"})
     assert episode.info == {"ok": 1.0}
     episode.inform({f"name{number}": 1 for number in range(1000)})

@@ -72,8 +72,6 @@ def test_numbers_of_a_step_are_the_fields_of_its_classes() -> None:
 
 OF_SAMPLING = {"route_ids", "route_weights", "topk_ids", "topk_logprobs", "kept_counts", "kept_ids", "kept_mass"}
 """Where something reads them alone: `methods.ppo.test_routed_loop` and `test_top_tokens_loop`."""
-OF_OTHERS = {"group", "token_versions", "entropy", "teacher_logprobs"}
-"""Of rollouts in flight, of a real policy, and of a teacher."""
 DTYPES = {**{name: name for name in ("int64", "int32", "float32", "float64", "bool")}, "str": "object"}
 TOKENS = {"T": lambda of: of.input_ids.lengths, "R": lambda of: of.response_ids.lengths}
 TOKENS["P"] = lambda of: of.prompt_ids.lengths
@@ -177,12 +175,9 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     attempt(inputs, tmp_path / "out", World(), model=Checked, kept=tmp_path, **fields)
     [rollout] = made
     assert rollout.are_episodes
-    assert (
-        check(rollout) == set(Rollout.declared()) - {"branches", "ran_again"} - OF_SAMPLING - OF_OTHERS
-    )  # of agents alone
+    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs", "token_versions", "group"} | OF_SAMPLING
+    assert check(rollout) == set(Rollout.declared()) - elsewhere
     for name, column in Rollout.declared().items():
-        if column.shape == "[B, R]" and name not in OF_SAMPLING | OF_OTHERS:
+        if column.shape == "[B, R]" and name in rollout:
             np.testing.assert_array_equal(getattr(rollout, name).lengths, rollout.response_ids.lengths, name)
-    assert (
-        check_ledger(tmp_path / "out", {"environment"}) == {column.name for column in LEDGER} - OF_SAMPLING - OF_OTHERS
-    )
+    assert check_ledger(tmp_path / "out", {"environment"}) == {c.name for c in LEDGER} - elsewhere - {"entropy"}

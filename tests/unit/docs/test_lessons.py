@@ -18,7 +18,7 @@ from xray_runtime.ops.planner.auto import plan
 
 ROOT = Path(__file__).parents[3]
 LESSONS = sorted((ROOT / "examples" / "lessons").glob("[0-9]*.py"))
-EXAMPLES = ["guess_number", "online_dpo", "side_by_side", "squares_vlm", "two_judges"]
+EXAMPLES = ["guess_number", "guess_together", "online_dpo", "side_by_side", "squares_vlm", "two_judges"]
 """The others that are a flow named as their file."""
 MAX_CODE_LINES = 60
 """Of a lesson, its docstring and blank lines not counted."""

@@ -68,7 +68,7 @@ def test_log_probabilities_are_those_of_the_kept_set(temperature: float) -> None
                 torch.testing.assert_close(scores.kept_mass.values[place], mass, rtol=1e-10, atol=0)
                 top = torch.from_numpy(rows.topk_ids.values[place]).long()  # type: ignore[attr-defined]
                 of_top = torch.where(top >= 0, p[top.clamp(min=0)], 0.0)
-                torch.testing.assert_close(forward.topk_logprobs[place].exp(), of_top, rtol=1e-10, atol=0)
+                torch.testing.assert_close(forward.of_candidates["topk_ids"][place].exp(), of_top, rtol=1e-10, atol=0)
                 place += 1
     assert place == len(counts)
 

@@ -28,6 +28,7 @@ def as_start(value: Any) -> Start:
             raise ValueError("Start.messages is []: must hold a message, or be None for the prompt of the dataset")
         _check_tools("Start.messages[0].tools", value.messages[0].get("tools"))
     _check_tools("Start.tools", value.tools)
+    _check_seat("Start.seat", value.seat)
     return value
 
 
@@ -46,8 +47,23 @@ def as_step(value: Any) -> Step:
     if not isinstance(value.info, dict):
         raise ValueError(f"Step.info is {shown(value.info)}: must be a dict")
     _check_json("Step.info", value.info)
+    _check_seat("Step.seat", value.seat)
+    if not isinstance(value.rewards, dict):
+        raise ValueError(f"Step.rewards is {shown(value.rewards)}: must be a dict of a reward for each seat")
+    rewards = {}
+    for seat, given in value.rewards.items():
+        _check_seat("Step.rewards", seat)
+        bounded = as_bounded(given)
+        if bounded is None:
+            raise ValueError(f"Step.rewards[{seat!r}] is {shown(given)}: {must_be_bounded(given)}")
+        rewards[seat] = bounded
     info = dict(sorted((str(name), each) for name, each in value.info.items()))
-    return Step(value.messages, reward, value.terminated, value.truncated, info)
+    return Step(value.messages, reward, value.terminated, value.truncated, info, value.seat, rewards)
+
+
+def _check_seat(name: str, seat: Any) -> None:
+    if not isinstance(seat, str):
+        raise ValueError(f"{name} is {shown(seat)}: must be the name of a seat")
 
 
 def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:

@@ -16,7 +16,8 @@ from xray_runtime.agents.environments_in_flight import EnvironmentsInFlight
 from xray_runtime.data.ledger import ANSWERS, answered_iterations
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.kernel.store.manifest import LEDGER
-from xray_runtime.methods.common.sampling.episode import purpose_of, rollout_name
+from xray_runtime.methods.common.environment import EnvironmentConfig
+from xray_runtime.methods.common.sampling.episode import games_of_rows, purpose_of, rollout_name
 from xray_runtime.methods.common.sampling.episode_source import EpisodeSource, SamplerSetup
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.journal import Journal
@@ -57,6 +58,9 @@ class EnvironmentSource(EpisodeSource):
 
 def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Lines of the journal for the episodes of an iteration."""
+    if "seat" in table.column_names:
+        yield from _lines_of_games(table, number, config)
+        return
     columns = [table[name].to_pylist() for name in COLUMNS]
     groups = table["group"].to_pylist() if config.in_flight_updates else [None] * len(table)
     for row, attempt, version, ids, mask, answers, group in zip(*columns, groups, strict=True):
@@ -67,6 +71,24 @@ def _lines(table: pa.Table, number: int, config: PPOConfig, tokenizer: Tokenizer
         replies = [text for is_sampled, text in turns(tokenizer, np.array(ids), np.array(mask)) if is_sampled]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
             key = answer_key(rollout, place, replies[:turn])
+            yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
+
+
+def _lines_of_games(table: pa.Table, number: int, config: PPOConfig) -> Iterator[dict[str, Any]]:
+    """The same of games of several, whose answers tell what each seat said."""
+    assert isinstance(config.environment, EnvironmentConfig)
+    seats, games = config.environment.policy_seats, config.prompts_per_iteration * config.samples_per_prompt
+    of_rows = games_of_rows(games, config.samples_per_prompt, len(seats))
+    columns = (table[name].to_pylist() for name in ("row", "round", "seat", "version", ANSWERS))
+    for row, attempt, seat, version, answers in zip(*columns, strict=True):
+        if seat != seats[0]:  # each seat's row has all
+            continue
+        found = json.loads(answers)
+        replies = [answer.pop("reply") for answer in found[1:]]
+        for turn, answer in enumerate(found):
+            rollout, game = rollout_name(purpose_of(attempt), number, version), row - attempt * config.rollout_size
+            key = answer_key(rollout, of_rows[game], replies[:turn])
+            answer.pop("seat", None)
             yield {"key": key, "source": ENVIRONMENT, "step": number, **answer}
 
 

@@ -30,10 +30,23 @@ def _importable(path: str) -> str:
     return path
 
 
+SeatName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]{0,31}$")]
+
+
+def _seats(names: list[str]) -> list[str]:
+    if len(names) == 1 or len(set(names)) < len(names):
+        raise ValueError(f"{names!r} is not allowed: must be the different names of at least two seats, or empty")
+    return names
+
+
 class _Played(Section):
     gives_rewards = True
     source: ClassVar[str]
     """The name in `EPISODE_SOURCES` of the source that plays its episodes."""
+
+    @property
+    def rows_an_episode(self) -> int:
+        return 1
 
     def plugs(self) -> tuple[str, ...]:
         return (EPISODE_SOURCES.module(self.source),)
@@ -52,6 +65,11 @@ class EnvironmentConfig(_Played):
     max_tokens: Annotated[int, Field(ge=2)] = 512
     """Maximum number of tokens after the prompt, over all turns and observations. An episode is truncated when another
     full turn would not fit."""
+    seats: Annotated[list[SeatName], AfterValidator(_seats)] = Field(default_factory=list)
+    """Names of the seats of a game, played by the policy (`ppo` alone); replies are compared seat by seat. Empty: the
+    policy plays alone."""
+    champion_seats: list[SeatName] = Field(default_factory=list)
+    """Those of `seats` that the stage's `champion` plays, a model that learns nothing and whose turns make no rows."""
     cohorts: Count = 2
     """Number of independent groups of episodes: while the environments of one group run, the generator samples for
     another. Within a group, a turn begins when all environments have answered."""
@@ -61,6 +79,24 @@ class EnvironmentConfig(_Played):
     """An episode fails if a reset or step takes longer."""
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
+
+    @property
+    def rows_an_episode(self) -> int:
+        return max(len(self.policy_seats), 1)
+
+    @property
+    def policy_seats(self) -> list[str]:
+        """The seats that make rows."""
+        return [seat for seat in self.seats if seat not in self.champion_seats]
+
+    @model_validator(mode="after")
+    def _champion_has_company(self) -> Self:
+        unknown = [seat for seat in self.champion_seats if seat not in self.seats]
+        if unknown or (self.champion_seats and not self.policy_seats):
+            raise ValueError(
+                f"champion_seats = {self.champion_seats} is not allowed: must be some of seats = {self.seats}, not all"
+            )
+        return self
 
     @property
     def called_functions(self) -> Sequence[str]:
@@ -182,8 +218,13 @@ def environment_of(config: Section) -> EnvironmentConfig | AgentConfig | None:
     return next((part for _, part in sections(config) if isinstance(part, EnvironmentConfig | AgentConfig)), None)
 
 
-def check_turns(environment: EnvironmentConfig | AgentConfig, max_new_tokens: int, stop: Sequence[str]) -> None:
-    """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode."""
+def check_turns(
+    environment: EnvironmentConfig | AgentConfig, max_new_tokens: int, stop: Sequence[str], *, seats: bool = False
+) -> None:
+    """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode, or its several `seats`
+    this kind of stage."""
+    if isinstance(environment, EnvironmentConfig) and environment.seats and not seats:
+        raise ValueError(f"environment.seats = {environment.seats} must be [] here: only `ppo` plays games of several")
     if environment.max_tokens < max_new_tokens:
         raise ValueError(
             f"environment.max_tokens = {environment.max_tokens} must be at least max_new_tokens = {max_new_tokens}, "

@@ -2,6 +2,9 @@
 
 A dataset row begins an episode; each reply of the policy is a step, until the environment ends the episode. Messages
 are in chat form: {"role": "user", "content": text}; a tool's message may have `name` and `tool_call_id`.
+
+A game of several has `environment.seats`. The policy plays each of them; each reads only the messages of its own turns,
+and has a row of its own to learn from. `seat` names who replies next, and reads the messages.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ class Start:
     """Messages as in datasets: an assistant's may have `tool_calls`, the first `tools`. None: the dataset's prompt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions for the chat template; None: those of the first message."""
+    seat: str = ""
+    """The seat that replies first; "": the first of `environment.seats`."""
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The policy's first prompt; `messages` are the dataset's."""
@@ -39,6 +44,11 @@ class Step:
     """Whether the episode ends for another reason, such as a limit of steps."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON for metrics and logs."""
+    seat: str = ""
+    """The seat that replies next, "" the same again. The messages before its first turn are its prompt (none: the
+    dataset's)."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Seat → its reward, on its last turn; `reward` is for the seat that replied. One without any turn gets none."""
 
 
 class Environment(Protocol):

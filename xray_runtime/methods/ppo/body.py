@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
-from xray_runtime.algorithms.rewards import RunningMoments
+from xray_runtime.algorithms.rewards import MovingMeans, RunningMoments
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, load_gold
@@ -136,6 +136,7 @@ class _Loop:
     updater: Updater
     kl: KLController
     moments: RunningMoments
+    moving: MovingMeans
     skipped: SkippedSteps
     gold: GoldScore | None
     monitor: HackingMonitor
@@ -157,7 +158,7 @@ class _Loop:
         limit = math.inf if config.lag else config.mismatch_limit(self.stage.runtime.device)
         given = scored.text, scored.rollout, scored.scores, rewards
         columns = self.prompts.columns(scored.rollout.prompt.tolist()) if self.functions.read_columns else {}
-        facts = RowFacts(columns, scored.sources.values, self.rewards.weights)
+        facts = RowFacts(columns, scored.sources.values, self.rewards.weights, self.moving)
         return rewards, build_experience(config, *given, self.kl.coef, self.functions, limit, facts)
 
     def mismatch(self, scored: ScoredRollout) -> float:
@@ -187,7 +188,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
-    moments, skipped = RunningMoments(), SkippedSteps()
+    moments, moving, skipped = RunningMoments(), MovingMeans(), SkippedSteps()
     monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
     sampling = _sampling(config, functions, stops, tokenizer.pad_token_id)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
@@ -198,14 +199,15 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         stage.open_models(specs | validation.specs()) as models,
         ExitStack() as stack,
     ):
-        setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        played = models["generator"], sampling, tokenizer, limit, recorder.log_dir, out, models.get("champion")
+        setup = SamplerSetup(stage, *played)
         episodes = stack.enter_context(open_episodes(setup))
         source = stack.enter_context(open_in_flight(setup, episodes))
         in_flight = None if source is None else InFlight(source, config, prompts)
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, order, episodes, in_flight)
         keep_files: list[KeepsFiles] = [rollouts, order, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
-        state |= {"cursor": cursor, "kl": kl, "moments": moments}
+        state |= {"cursor": cursor, "kl": kl, "moments": moments, "moving": moving}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}
         yield _Loop(
             stage=stage,
@@ -223,6 +225,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             updater=Updater(stage, models, skipped),
             kl=kl,
             moments=moments,
+            moving=moving,
             skipped=skipped,
             gold=gold,
             monitor=monitor,

@@ -12,7 +12,6 @@ from xray_runtime.engines.sampling_config import Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
-    Fraction,
     NonNegative,
     Positive,
     RuntimeConfig,
@@ -25,6 +24,7 @@ from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
 from xray_runtime.methods.ppo.config_checks import (
+    check_awake,
     check_correction,
     check_cuts,
     check_environment,
@@ -44,10 +44,11 @@ from xray_runtime.rewards.term import Term
 
 _PRESETS: Mapping[str, Preset] = {name: PRESETS.get(name) for name in PRESETS}
 _LOSSES = ("ppo", "gspo", "cispo", *(name for name, preset in _PRESETS.items() if preset.loss))
-_COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name, preset in _PRESETS.items() if preset.advantages))
+_ESTIMATORS = [name for name, preset in _PRESETS.items() if preset.advantages]
+_COMPARED = ("grpo", "dr_grpo", "rloo", *(name for name in _ESTIMATORS if _PRESETS[name].compares))
 """Estimators that compare the replies to one prompt."""
 PolicyLossName = Annotated[str, BuiltInOrFunction(_LOSSES)]
-AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", *_COMPARED))]
+AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "reinforce++", "grpo", "dr_grpo", "rloo", *_ESTIMATORS))]
 
 
 class KLConfig(Section):
@@ -118,7 +119,7 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """Passes over each rollout."""
     minibatch_size: Count = 32
     """Replies per optimizer step, over all Workhorses."""
-    clip_range: Fraction = 0.2
+    clip_range: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """The policy ratio is clipped to 1 ± this."""
     clip_range_high: Positive | None = None
     """A different upper bound, 1 + this (clip-higher); None: `clip_range`."""
@@ -142,6 +143,9 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """Weight of the value loss if policy and critic share a trunk."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    observation_coef: NonNegative = 0.0
+    """Weight of the mean cross-entropy of the tokens that the policy reads between its turns: answers of environments
+    and tools (ECHO). It has a count of its own."""
     gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 0.95
     """Default with an environment: 1. Its rewards come many tokens after the actions that earn them; below 1,
@@ -176,16 +180,6 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """Peak learning rate of a separate critic."""
     critic_engine: EngineConfig | None = None
     """Training engine of a separate critic; None: like the policy's."""
-    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
-    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it or below
-    `importance_floor`, `none` ignores the difference. It must be `none` where the loss reads `rollout_logprobs` instead
-    of `old_logprobs`, which corrects by itself."""
-    importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
-    importance_floor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """With `mask`: tokens with a smaller weight are dropped."""
-    importance_level: Literal["token", "reply"] = "token"
-    """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
     max_mismatch: Positive | None = None
     """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
@@ -206,8 +200,9 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
 
     @property
     def rollout_size(self) -> int:
-        """Replies per iteration."""
-        return self.prompts_per_iteration * self.samples_per_prompt
+        """Rows per iteration: replies, or episodes, one for each of their seats."""
+        seats = 1 if self.environment is None else self.environment.rows_an_episode
+        return self.prompts_per_iteration * self.samples_per_prompt * seats
 
     @property
     def max_response_tokens(self) -> int:
@@ -237,9 +232,10 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.rollout_size % self.minibatch_size:
+            seats = " × seats" if getattr(self.environment, "seats", ()) else ""
             raise ValueError(
-                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt = "
-                f"{self.rollout_size}"
+                f"minibatch_size = {self.minibatch_size} must divide prompts_per_iteration × samples_per_prompt{seats} "
+                f"= {self.rollout_size}"
             )
         if self.advantages in _COMPARED and self.samples_per_prompt < 2:
             raise ValueError(
@@ -291,6 +287,7 @@ class PPOStageConfig(SampledTokensConfig, TrainingConfig):
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
+        check_awake(self.environment, runtime)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from xray_runtime.engines.layouts import GENERATORS
 from xray_runtime.engines.sampling_config import LARGEST_SET
+from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
@@ -112,6 +113,23 @@ def check_teachers(config: Any, inputs: Mapping[str, Any]) -> None:
         raise ValueError("distillation.demonstration: is not allowed with an environment, which makes its own prompts")
 
 
+def check_champion(config: Any, inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError if there is a champion that plays no seat, or none for its seats."""
+    seats = getattr(config.environment, "champion_seats", [])
+    if ("champion" in inputs) != bool(seats):
+        raise ValueError(
+            f"environment.champion_seats = {seats} must name the seats of the champion, if and only if one is passed"
+        )
+
+
+def check_awake(environment: Any, runtime: RuntimeConfig) -> None:
+    """Raises ValueError if a champion would have to sleep."""
+    if getattr(environment, "champion_seats", ()) and runtime.generator_sleeps:
+        raise ValueError(
+            "environment.champion_seats must be [] with runtime.generator_sleeps = True: the champion never sleeps"
+        )
+
+
 def check_environment(config: Any) -> None:
     """Raises ValueError if other fields do not fit `environment`."""
     environment = config.environment
@@ -129,8 +147,21 @@ def check_environment(config: Any) -> None:
             f"oversample = {config.oversample} must be 0 without in_flight_updates: only they leave replies unfinished"
         )
     if environment is None:
+        if config.observation_coef:
+            raise ValueError(
+                f"observation_coef = {config.observation_coef} must be 0 without an environment: the policy reads "
+                "nothing between turns"
+            )
         return
-    check_turns(environment, config.max_new_tokens, config.stop)
+    check_turns(environment, config.max_new_tokens, config.stop, seats=True)
+    if config.in_flight_updates and getattr(environment, "seats", ()):
+        raise ValueError(
+            "in_flight_updates = True must be False with environment.seats, whose turns wait for each other"
+        )
+    if environment.rows_an_episode > 1:
+        for field in ("validation", "curriculum", "resample_rounds"):
+            if getattr(config, field):
+                raise ValueError(f"{field} must be left out with environment.seats: it counts a row for each episode")
     needed: dict[str, tuple[object, str]] = {
         "overlong_buffer": (None, "it limits the length of a single reply"),
         "reward_scaling": ("none", "rewards of single turns are not scaled"),

@@ -12,21 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean, place_rewards, whiten
+from xray_runtime.algorithms.chosen_tokens import RolloutTokens
 from xray_runtime.algorithms.distillation import teacher_advantages
 from xray_runtime.algorithms.estimators import AdvantageInputs, estimate
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
-from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
+from xray_runtime.algorithms.rewards import MovingMeans, lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.algorithms.streams import COLUMN
 from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.ppo.functions import Functions, RowFacts
 
 if TYPE_CHECKING:
@@ -84,16 +87,16 @@ def build_experience(
     if len(scored) < len(rewards):
         rewards, kept = rewards[scored], scored.numpy()
         text, rollout, scores = text.take(kept), rollout.take(kept), scores.take(kept)
-    if not functions.scores_policy:
-        scores = scores.with_columns(logprobs=rollout.rollout_logprobs)
+    scores = scores if functions.scores_policy else scores.with_columns(logprobs=rollout.rollout_logprobs)
     ended, mask, has_critic = torch.tensor(rollout.ended), _mask(rollout), config.critic_in_use != "none"
     rewards, bootstrap = _final_rewards(config, rewards, ended, mask, scores)
     inputs = _advantage_inputs(config, text, rollout, scores, rewards, bootstrap, groups, kl_coef)
-    lowered = ended if config.truncated == "lowest" else None
-    streams = _streams(rollout, scores, inputs) | facts.streams(functions.reads, scored, lowered)
+    streams = _streams(functions, rollout, scores, inputs, facts.moving)
+    streams |= facts.streams(functions.reads, scored, ended if config.truncated == "lowest" else None)
     inputs = replace(inputs, streams={name: streams[name] for name in functions.advantage_reads})
     advantages, returns = estimate(functions.advantages, inputs, config.advantages)
     advantages = (whiten(advantages, mask) if config.whiten_advantages else advantages) + _taught(config, scores, mask)
+    streams |= _chosen(functions, text, rollout, RolloutTokens(_dense(scores.logprobs), advantages, mask))
     weights, mismatch = _weights(config, scores, rollout, mask)
     rows = text.as_kind(
         PolicyBatch,
@@ -125,10 +128,13 @@ def _weights(config: PPOStageConfig, scores: Scores, rollout: Rollout, mask: Ten
     return weights, mismatch
 
 
-def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[str, Tensor]:
-    """Name → what functions may read of a rollout's columns."""
+def _streams(
+    functions: Functions, rollout: Rollout, scores: Scores, inputs: AdvantageInputs, moving: MovingMeans
+) -> dict[str, Tensor]:
+    """Name → what functions may read of a rollout's columns; `moving` takes the scores in where that is read."""
     mask = inputs.mask
     starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    seats = rollout.seat.tolist() if "seat" in rollout else [""] * len(inputs.scores)
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
@@ -136,7 +142,16 @@ def _streams(rollout: Rollout, scores: Scores, inputs: AdvantageInputs) -> dict[
         "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
+        **({"seat_means": moving.take(inputs.scores, seats)} if "seat_means" in functions.advantage_reads else {}),
     }
+
+
+def _chosen(functions: Functions, text: TextBatch, rollout: Rollout, tokens: RolloutTokens) -> dict[str, Tensor]:
+    """The stream `chosen`, where the loss's method chooses tokens."""
+    if functions.chooses is None:
+        return {}
+    seeds = [derive_seed(int(seed), "tokens", int(id)) for seed, id in zip(rollout.seed, text.id, strict=True)]
+    return {"chosen": functions.chooses(replace(tokens, seeds=seeds))}
 
 
 def _versions(rollout: Rollout) -> Tensor:
@@ -152,6 +167,12 @@ def _read_by_loss(
     """The columns of the update that only its loss reads."""
     like, read = rollout.rollout_logprobs, functions.loss_reads
     found: dict[str, Any] = {name: streams[name].numpy() for name in read if name.startswith(COLUMN)}
+    for name, values in found.items():
+        if missing := int(np.isnan(values).sum()):
+            raise ValueError(
+                f"column {name.removeprefix(COLUMN)!r}: {missing} of {len(values)} rows have no number in it, which "
+                "the loss reads: fill it in the dataset (advantages may read NaN there)"
+            )
     found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
@@ -161,7 +182,7 @@ def _read_by_loss(
         found |= rollout.pick("topk_ids", "topk_logprobs")
     if "teacher_logprobs" in read:
         found["teacher_logprobs"] = scores.teacher_logprobs
-    for name in {"turns", "versions"} & read:
+    for name in {"turns", "versions", "chosen"} & read:
         found[name] = Ragged(streams[name][torch.from_numpy(like.mask())].numpy(), like.offsets)
     if "groups" in read:
         found["group"] = streams["groups"].numpy()

@@ -12,14 +12,15 @@ from torch import Tensor
 from xray_runtime.algorithms.checking import advantage_reads, check_advantages, check_loss, loss_reads
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator
 from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss
-from xray_runtime.algorithms.rewards import lowest_where_cut
-from xray_runtime.algorithms.streams import COLUMN, TOPK
+from xray_runtime.algorithms.rewards import MovingMeans, lowest_where_cut
+from xray_runtime.algorithms.streams import COLUMN, TOPK, StreamError
 from xray_runtime.data.gold import import_function
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.methods.ppo.config_checks import check_correction, check_reported
 from xray_runtime.methods.ppo.preset import PRESETS
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.chosen_tokens import TokenChoice
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
     from xray_runtime.methods.ppo.curriculum import WeightFunction
@@ -49,6 +50,8 @@ class Functions:
     scores_policy: bool
     """Whether the policy scores each rollout before the update. False: nothing reads that, and a few rows are scored to
     compare generator and trainer."""
+    chooses: TokenChoice | None
+    """Chooses the tokens that the loss reads as `chosen`."""
     loss_reads: frozenset[str]
     advantage_reads: frozenset[str]
 
@@ -79,6 +82,10 @@ class Functions:
         advantages = advantages or built_in_advantages(config.advantages)
         by_loss, by_advantages = loss_reads(loss, config.loss), advantage_reads(advantages, config.advantages)
         check_correction(config, "rollout_logprobs" in by_loss and "old_logprobs" not in by_loss)
+        chooses = PRESETS.get(config.loss).chooses if config.loss in PRESETS else None
+        if "chosen" in by_loss and chooses is None:
+            reason = "chosen is not allowed: it needs a method that chooses tokens, as kl_cov"
+            raise StreamError(f"loss: {config.loss}: {reason}")
         # A value head, and models with the policy's frozen trunk, are computed in the same pass.
         beside = config.critic_in_use == "shared" or config.trainable_layers is not None
         reads = "old_logprobs" in by_loss | by_advantages
@@ -90,7 +97,7 @@ class Functions:
                 f"{field}: {name}: teacher_logprobs is not allowed: it needs a teacher: pass `teacher` and set "
                 "`distillation`"
             )
-        return Functions(loss, advantages, scored, by_loss, by_advantages)
+        return Functions(loss, advantages, scored, chooses, by_loss, by_advantages)
 
     @staticmethod
     def of_stage(stage: Stage[PPOConfig, PPOInputs]) -> Functions:
@@ -128,6 +135,8 @@ class RowFacts:
     """Source of reward → its raw score of each reply [B]; NaN where it does not apply."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Source of reward → its weight."""
+    moving: MovingMeans = field(default_factory=MovingMeans)
+    """Moving means of the scores by seat; takes those of the rollout in where the advantages read `seat_means`."""
 
     def streams(self, read: Collection[str], kept: Tensor, ended: Tensor | None) -> dict[str, Tensor]:
         """Those that functions `read`, of the rows `kept`.

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xray_runtime.data.batching import Cursor
-    from xray_runtime.kernel.config.section import Section
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.rewards.journal import Journal
@@ -179,7 +178,7 @@ def _key(iteration: int) -> str:
     return hashlib.sha256(f"{SOURCE} {iteration}".encode()).hexdigest()[:32]
 
 
-def restore_groups(checkpoint: Path, config: Section, last: int, journal: Journal) -> None:
+def restore_groups(checkpoint: Path, config: Any, last: int, journal: Journal) -> None:
     """Write the schedule of a checkpoint's ledger to `journal`, and what was sampled by it, as an earlier attempt
     would, up to iteration `last`; nothing without `in_flight_updates`. Raises ValueError if a shard is damaged."""
     if not getattr(config, "in_flight_updates", False):

@@ -16,7 +16,7 @@ from xray_runtime.methods.common.checks import (
 )
 from xray_runtime.methods.common.findings import policy_findings
 from xray_runtime.methods.ppo.config import PPOConfig
-from xray_runtime.methods.ppo.config_checks import check_teachers
+from xray_runtime.methods.ppo.config_checks import check_champion, check_teachers
 from xray_runtime.methods.ppo.roles import ppo_models
 from xray_runtime.methods.ppo.routing import check_routed_policy
 
@@ -30,6 +30,8 @@ class PPOInputs:
     rewards: list[RewardModel] = field(default_factory=list)
     judges: list[RewardModel] = field(default_factory=list)
     """Judges for `validation` only; the policy is not trained on their scores."""
+    champion: Model | None = None
+    """Plays `environment.champion_seats` and learns nothing."""
     teacher: list[Model] = field(default_factory=list)
     """The teacher of `distillation`; several, if its `column` says which one a row has."""
 
@@ -47,6 +49,7 @@ def check_policy_stage(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
     check_validation(config, inputs["prompts"])
     check_routed_policy(config.routing, inputs["policy"])
     check_teachers(config, inputs)
+    check_champion(config, inputs)
 
 
 PPO = register(

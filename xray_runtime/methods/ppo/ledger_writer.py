@@ -217,6 +217,7 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
     return {
         "turns": rollout.turns,
         "info": rollout.info,
+        **({"seat": rollout.seat} if "seat" in rollout else {}),
         ANSWERS: rollout.answers,
         "response_mask": lists(rollout.response_mask, pa.bool_()),
         "turn_rewards": lists(rollout.turn_rewards, pa.float32()),

@@ -15,6 +15,7 @@ from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_s
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.methods.common.training.steps import router_metrics
+from xray_runtime.methods.ppo.objectives import OBSERVATIONS
 
 POLICY_SUMS = {
     "policy/loss": "policy_loss",
@@ -116,9 +117,19 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
         metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
     if episodes.are_episodes:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
+        metrics |= {f"rollout/seat/{seat}": mean for seat, mean in seat_rewards(episodes).items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
     return metrics
+
+
+def seat_rewards(episodes: Rollout) -> dict[str, float]:
+    """Seat → mean reward of its rows that have one."""
+    if "seat" not in episodes:
+        return {}
+    rewarded = ~np.isnan(episodes.episode_reward)
+    found = {seat: episodes.episode_reward[rewarded & (episodes.seat == seat)] for seat in sorted(set(episodes.seat))}
+    return {seat: float(rewards.mean()) for seat, rewards in found.items() if len(rewards)}
 
 
 def update_metrics(update: Update) -> dict[str, float]:
@@ -136,6 +147,8 @@ def update_metrics(update: Update) -> dict[str, float]:
     }
     metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}
     metrics |= router_metrics([policy.sums for policy in policies])
+    if counted := sum(step.totals.counts.get(OBSERVATIONS, 0.0) for step in taken):
+        metrics["policy/observation_loss"] = sum(policy.sums[OBSERVATIONS] for policy in policies) / counted
     if critics:
         metrics["value/grad_norm"] = sum(critic.grad_norm for critic in critics) / len(steps)
     return metrics | {"policy/updates": float(len(steps)), "policy/stopped_early": float(update.stopped_early)}

@@ -45,6 +45,11 @@ def model_specs(
             longest = max_prompt + config.max_response_tokens
             adapter = stage_adapter(stage)
             specs[name] = GeneratorSpec(policy, longest, config.generator, adapter=adapter)
+        elif name == "champion":
+            assert stage.inputs.champion is not None
+            specs[name] = GeneratorSpec(
+                stage.inputs.champion.path, max_prompt + config.max_response_tokens, config.generator
+            )
         elif name == "policy":
             specs[name] = trained_model(
                 stage,

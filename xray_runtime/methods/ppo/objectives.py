@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
 
 
+OBSERVATIONS = "observations"
+"""Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
 BY_TOKEN = (
-    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions"),
+    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions", "chosen"),
     *("topk_ids", "topk_logprobs"),
 )
 """Columns of single tokens that a policy loss may read."""
@@ -64,34 +66,26 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
 
     @cached_property
     def _predicted(self) -> Predictions:
-        candidates = [column.values for column in self.rows.pick(*CANDIDATES).values() if isinstance(column, Ragged)]
-        wanted = torch.cat(candidates, 1).long() if candidates else None
+        wanted = torch.cat([*self._candidates.values()], 1).long() if self._candidates else None
         return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, wanted)
 
-    def _of_candidates(self, name: str) -> Tensor:
-        """Log-probabilities of one of `CANDIDATES` [R, k]."""
-        found = self.rows.pick(*CANDIDATES)
-        widths = [column.values.shape[1] for column in found.values() if isinstance(column, Ragged)]
-        assert self._predicted.of_candidates is not None
-        return self._predicted.of_candidates.split(widths, 1)[list(found).index(name)]
+    @property
+    def _candidates(self) -> dict[str, Tensor]:
+        return {name: ids.values for name, ids in self.rows.pick(*CANDIDATES).items() if isinstance(ids, Ragged)}
+
+    @cached_property
+    def of_candidates(self) -> dict[str, Tensor]:
+        """Name of one of `CANDIDATES` → log-probabilities of these tokens [R, k]."""
+        found, widths = self._predicted.of_candidates, [ids.shape[1] for ids in self._candidates.values()]
+        return {} if found is None else dict(zip(self._candidates, found.split(widths, 1), strict=True))
 
     @property
     def logprobs(self) -> Tensor:
         return self._predicted.logprobs
 
     @property
-    def of_likeliest(self) -> Tensor:
-        """Log-probabilities of the teacher's likeliest tokens [R, k]."""
-        return self._of_candidates("teacher_topk_ids")
-
-    @property
     def entropy(self) -> Tensor:
         return self._predicted.entropy
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """Log-probabilities of the sampler's likeliest tokens [R, k]."""
-        return self._of_candidates("topk_ids")
 
     @cached_property
     def values(self) -> Tensor:
@@ -120,7 +114,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
         by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
-        of_policy = {TOPK_POLICY_LOGPROBS: self.topk_logprobs} if "topk_ids" in rows else {}
+        of_policy = {TOPK_POLICY_LOGPROBS: self.of_candidates["topk_ids"]} if "topk_ids" in rows else {}
         return by_token | of_policy | {name: values[self.replies] for name, values in by_row.items()}
 
     @property
@@ -181,12 +175,10 @@ class ScoreCentering(PolicyComponent):
     """A · C, which takes from the policy gradient what the sampler's mismatch alone would move."""
 
     def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
-        config, rows = self.config, forward.rows
+        config, given = self.config, (forward.of_candidates["topk_ids"], forward.rows.topk_logprobs.values)
         bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
-        centering = score_centering(
-            forward.topk_logprobs, rows.topk_logprobs.values, mode=config.importance_correction, **bounds
-        )
-        return Terms(rows.advantages.values * centering, forward.share * forward.mask)
+        centering = score_centering(*given, mode=config.importance_correction, **bounds)
+        return Terms(forward.rows.advantages.values * centering, forward.share * forward.mask)
 
 
 @dataclass(frozen=True)
@@ -215,6 +207,22 @@ class KLToReference(PolicyComponent):
 
 
 @dataclass(frozen=True)
+class Observations(Component[PolicyForward]):
+    """−log p of the tokens that the policy read between its turns, a mean over them alone (ECHO)."""
+
+    config: PPOStageConfig
+    counted = OBSERVATIONS
+    logged = OBSERVATIONS
+
+    def coef(self, totals: StepTotals) -> float:
+        # A step may be over episodes of one turn each.
+        return self.config.observation_coef if self.count(totals) else 0.0
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        return Terms(-forward.logprobs, 1 - forward.mask)
+
+
+@dataclass(frozen=True)
 class TeacherDivergence(PolicyComponent):
     """The divergence from the teacher's distribution at each token, where it is in the loss."""
 
@@ -227,7 +235,8 @@ class TeacherDivergence(PolicyComponent):
         config, of_teacher = self.config.distillation, forward.rows.teacher_topk_logprobs.values
         assert config is not None
         assert config.beta is not None
-        found = generalized_jsd(forward.of_likeliest, of_teacher, config.beta, whole=config.top_k is None)
+        given = forward.of_candidates["teacher_topk_ids"], of_teacher, config.beta
+        found = generalized_jsd(*given, whole=config.top_k is None)
         return Terms(found, forward.share * forward.mask)
 
 
@@ -271,6 +280,8 @@ class PPOObjective(Objective[PolicyForward]):
             parts.append(KLToReference(config))
         if config.distillation is not None and config.distillation.beta is not None:
             parts.append(TeacherDivergence(config))
+        if config.observation_coef:
+            parts.append(Observations(config))
         if module.scalar is not None:
             parts.append(ValueRegression(config, config.value_coef))
         return parts

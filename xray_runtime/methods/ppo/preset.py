@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.kernel.plugs import Registry
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.chosen_tokens import TokenChoice
     from xray_runtime.algorithms.estimators import AdvantageEstimator
     from xray_runtime.algorithms.losses import PolicyLoss
 
@@ -37,6 +38,10 @@ class Preset:
     """Its policy loss, which the config's `loss` calls by the preset's name."""
     advantages: AdvantageEstimator | None = None
     """Its estimator, which the config's `advantages` calls by the preset's name."""
+    compares: bool = True
+    """Whether its estimator compares the replies to one prompt."""
+    chooses: TokenChoice | None = None
+    """Chooses the tokens of a whole rollout that its loss reads as `chosen`."""
     anchored: bool = False
     """Whether its ratio is that to the sampler's own probabilities, so that there is nothing left to correct."""
 

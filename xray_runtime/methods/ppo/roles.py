@@ -32,6 +32,8 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
     if config.distillation is not None:
         names = [f"teacher.{number}" for number in range(config.distillation.num_models)]
         models |= {name: frozen(config.frozen, name, **facts) for name in names}
+    if getattr(config.environment, "champion_seats", ()):
+        models["champion"] = sampled(config.generator, "champion", **facts)
     models |= scoring_models(config, trunk=None if whole else "policy", **facts)
     if config.critic_in_use == "separate":
         field = "engine" if config.critic_engine is None else "critic_engine"

@@ -28,7 +28,7 @@ import numpy as np
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 from xray_runtime.data.batch import REPLAYED, ReplyBatch, Rollout, TextBatch
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.methods.common.sampling.episode import EpisodeBatch, purpose_of
+from xray_runtime.methods.common.sampling.episode import EpisodeBatch, games_of_rows, purpose_of
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
@@ -164,12 +164,15 @@ class Rollouts:
     def _sample(self, drawn: Drawn, version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:
             return self._generate(drawn, self._sampling, version, purpose, number)
-        prompts = drawn.prompts
-        contents, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
+        config, prompts = self._stage.config, drawn.prompts
+        contents, group_size = [self._prompts[i] for i in prompts], config.samples_per_prompt
         columns = self._prompts.columns(prompts)
         batch = EpisodeBatch(contents, columns, version, purpose, number, group_size)
         answer: Ref[Rollout] = Local(self._episodes.begin(batch))
-        return PendingRollout(version, prompts, answer, reasons=drawn.reasons)
+        assert config.environment is not None
+        of_rows = games_of_rows(len(prompts), group_size, config.environment.rows_an_episode)
+        reasons = None if drawn.reasons is None else [drawn.reasons[game] for game in of_rows]
+        return PendingRollout(version, [prompts[game] for game in of_rows], answer, reasons=reasons)
 
     def _generate(self, drawn: Drawn, sampling: Sampling, version: int, purpose: str, number: int) -> PendingRollout:
         rows = prompt_rows(self._stage, [self._prompts[i][1] for i in drawn.prompts], purpose, number)

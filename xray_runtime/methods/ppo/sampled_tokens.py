@@ -1,9 +1,9 @@
-"""Fields of a `ppo` stage about the distribution that its replies are sampled from."""
+"""Fields of a `ppo` stage about the distribution that its replies are sampled from, where it is not the policy's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,16 @@ class SampledTokensConfig(Section):
     """Sample from this many of the likeliest tokens. None: all, or with `top_p` or `min_p` the 128 likeliest."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Sample from tokens with at least this share of the likeliest token's probability."""
+    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
+    """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
+    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it or below
+    `importance_floor`, `none` ignores the difference. It must be `none` where the loss reads `rollout_logprobs` instead
+    of `old_logprobs`, which corrects by itself."""
+    importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
+    importance_floor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """With `mask`: tokens with a smaller weight are dropped."""
+    importance_level: Literal["token", "reply"] = "token"
+    """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
     score_centering: bool = False
     """Take from the loss what moves the policy by the mismatch alone, found from the sampler's `top_logprobs` likeliest
     tokens (2026, arXiv 2609.20807), with the weights of `importance_correction`. For samplers that are not the policy:

@@ -14,10 +14,11 @@ from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
 from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, TrainingStep
 from xray_runtime.methods.ppo.experience import Experience
+from xray_runtime.methods.ppo.objectives import OBSERVATIONS
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.methods.ppo.config import PPOConfig
+    from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
 
 
@@ -84,11 +85,19 @@ class Updater:
 
     def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> TrainingStep:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
-        return self._stepper.step(at, rows, StepTotals.of(rows, kl_coef=kl_coef))
+        return self._stepper.step(at, rows, step_totals(self._config, rows, kl_coef))
 
     def _moved_too_far(self, step: TrainingStep) -> bool:
         limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens
         return limit is not None and not moved <= limit  # NaN too
+
+
+def step_totals(config: PPOStageConfig, rows: PolicyBatch, kl_coef: float) -> StepTotals:
+    """Those of a step over `rows`, with the counts of the config's components."""
+    counts = {}
+    if config.observation_coef:
+        counts[OBSERVATIONS] = float((~rows.response_mask.values).sum())
+    return StepTotals.of(rows, kl_coef=kl_coef, counts=counts)
 
 
 def minibatches(

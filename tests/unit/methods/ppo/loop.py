@@ -270,7 +270,7 @@ def attempt(
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
         for role, spec in specs.items():
-            if role != "generator":
+            if role not in ("generator", "champion"):
                 world.shares[role] = spec.scoring_at_once, spec.training_at_once
         yield {role: model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
 

@@ -18,6 +18,7 @@ from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.functions import RowFacts
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.methods.ppo.published import METHODS
+from xray_runtime.methods.ppo.update import step_totals
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import training_loss
 
@@ -41,6 +42,8 @@ class Setting:
         samples = 4 if "samples_per_prompt" in METHODS[method] and method != "reinforce++" else 1
         given = {"prompts_per_iteration": 8 // samples, "samples_per_prompt": samples, "minibatch_size": 8}
         given |= {"max_new_tokens": 5, "reward_scaling": "none", "entropy_coef": 0.01}
+        if "observation_coef" in METHODS[method]:
+            given["environment"] = {"path": "module:Environment"}
         self.config = PPOStageConfig.model_validate(given | {"method": method} | fields)
         self.has_critic = self.config.critic_in_use == "shared"
         self.module = HeadedLM(make_lm(1), scalar_head=self.has_critic).double()
@@ -61,8 +64,17 @@ class Setting:
         scores: Columns = {"logprobs": near(1e-4), "ref_logprobs": near(0.3)}
         if self.has_critic:
             scores |= {"values": Ragged(near(0.0).values * 0.1, offsets), "final_values": np.zeros(8, np.float32)}
+        extra: Columns = {}
+        if self.config.environment is not None:
+            # The second of four tokens was read.
+            read = [np.arange(len(reply)) == (1 if len(reply) == 4 else 9) for reply in REPLIES]
+            extra = {
+                "response_mask": Ragged.of([~row for row in read], np.bool_),
+                "turn_rewards": Ragged(near(0.0).values * 0, offsets),
+            }
         ended = np.array([reply[-1] == 1 for reply in REPLIES])
-        return rows.columns() | {"id": np.arange(8)}, {"rollout_logprobs": near(0.05), "ended": ended}, scores
+        rows = rows.with_columns(id=np.arange(8))
+        return rows.columns(), {"rollout_logprobs": near(0.05), "ended": ended, **extra}, scores
 
     def experience(self, rewards: Sequence[float], order: Sequence[int] = range(8)) -> tuple[PolicyBatch, int]:
         """(what the update reads, its tokens) of the replies in this order."""
@@ -83,7 +95,8 @@ class Setting:
     def of(self, rewards: Sequence[float], order: Sequence[int] = range(8), parts: Any = None) -> Tensor:
         """The gradient of these rewards."""
         rows, tokens = self.experience(rewards, order)
-        totals = StepTotals(tokens=float(tokens), rows=float(len(rows)), kl_coef=KL_COEF)
+        totals = step_totals(self.config, rows, KL_COEF)
+        assert (totals.tokens, totals.rows) == (tokens, len(rows))
         return self.gradient(rows, totals, parts)
 
 

@@ -108,3 +108,36 @@ def claimed_number() -> int:
             continue
         return number
     raise AssertionError("too many calls")
+
+
+class Duel:
+    """Left begins, then right, then left again; left wins. Each reads only its own messages."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:
+        self.turns, self.seed = 0, seed
+        return Start([{"role": "user", "content": "you are left"}], seat="left")
+
+    def step(self, reply: str) -> Step:
+        if STEPS in os.environ:
+            with Path(os.environ[STEPS]).open("a") as file:
+                file.write(f"{reply}\n")
+        self.turns += 1
+        if self.turns == 1:
+            return Step([{"role": "user", "content": "you are right"}], seat="right")
+        if self.turns == 2:
+            return Step([{"role": "user", "content": f"right moved {self.seed % 10}"}], 0.25, seat="left")
+        return Step(terminated=True, rewards={"left": 1.0, "right": -1.0})
+
+
+class Stranger(Duel):
+    """Names a seat that the config does not have."""
+
+    def step(self, reply: str) -> Step:
+        return Step([{"role": "user", "content": "go"}], seat="above")
+
+
+class Solo(Duel):
+    """Right never has a turn."""
+
+    def step(self, reply: str) -> Step:
+        return Step(terminated=True, rewards={"left": 1.0, "right": 5.0})

@@ -20,9 +20,9 @@ from tests.unit.methods.ppo.method_setting import (
     of_one_source,
 )
 from tests.unit.methods.ppo.parts import typed
-from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.published import METHODS
+from xray_runtime.methods.ppo.update import step_totals
 
 GROUPED = [name for name, settings in METHODS.items() if settings.get("advantages") in ("grpo", "dr_grpo", "rloo")]
 """Not `max_rl`, which divides by a group's mean, nor `gdpo`, which forbids the settings of these tests."""
@@ -69,7 +69,7 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     rewards = torch.tensor(REWARDS)
     facts = of_one_source(rewards)
     made = build_experience(setting.config, *typed(rows, rollout, scores), rewards, KL_COEF, facts=facts)
-    totals = StepTotals(tokens=float(made.num_tokens), rows=8.0, kl_coef=KL_COEF)
+    totals = step_totals(setting.config, made.rows, KL_COEF)
     assert setting.gradient(made.rows, totals).isfinite().all()
 
 
@@ -80,10 +80,10 @@ def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: st
     has such a term of its own."""
     without_kl = {"controller": "fixed", "coef": 0.0, "place": "loss", "estimator": "k3"}
     plain = {"truncated": "penalize", "truncation_penalty": 0.0, "overlong_buffer": None}
-    setting = Setting(make_lm, method, kl=without_kl, entropy_coef=0.0, **plain)
-    rows, tokens = setting.experience([reward] * 8)
+    setting = Setting(make_lm, method, kl=without_kl, entropy_coef=0.0, observation_coef=0.0, **plain)
+    rows, _ = setting.experience([reward] * 8)
     assert not rows.advantages.values.any()
-    assert not setting.gradient(rows, StepTotals(tokens=float(tokens), rows=8.0, kl_coef=0.0)).any()
+    assert not setting.gradient(rows, step_totals(setting.config, rows, 0.0)).any()
 
 
 @pytest.mark.parametrize("method", GROUPED)

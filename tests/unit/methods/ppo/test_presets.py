@@ -7,7 +7,10 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,21 +18,32 @@ import torch
 from torch import Tensor
 
 import xray
+from tests.message_texts import Messages
 from xray_runtime.algorithms.checking import advantage_reads, check_advantages, check_loss, loss_reads
+from xray_runtime.algorithms.chosen_tokens import RolloutTokens, covariances
 from xray_runtime.algorithms.estimators import AdvantageInputs
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.losses import PolicyLossInputs, TokenLoss, token_loss
+from xray_runtime.algorithms.rewards import MovingMeans
 from xray_runtime.algorithms.trust_regions import binary_kl
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.functions import Functions
+from xray_runtime.methods.ppo.objectives import Observations, PolicyForward, PolicyGradient, PPOObjective
 from xray_runtime.methods.ppo.preset import PRESETS
 from xray_runtime.methods.ppo.published import METHODS, Method
+from xray_runtime.methods.ppo.update import step_totals
 
 ROOT = Path(__file__).parents[4]
 LOSSES = [name for name in PRESETS if PRESETS.get(name).loss]
 ESTIMATORS = [name for name in PRESETS if PRESETS.get(name).advantages]
-SMOOTH = ["drpo", "gmpo", "sapo"]
+SMOOTH = ["drpo", "gmpo", "kl_cov", "sapo"]
 """Without a gradient that is stopped on purpose."""
+
+
+NO_HEAD: Any = SimpleNamespace(scalar=None)
 
 
 def number(value: float) -> Any:
@@ -37,7 +51,12 @@ def number(value: float) -> Any:
 
 
 def of_tokens(
-    name: str, new: list[float], old: list[float], advantages: list[float], replies: list[int] | None = None
+    name: str,
+    new: list[float],
+    old: list[float],
+    advantages: list[float],
+    replies: list[int] | None = None,
+    chosen: list[bool] | None = None,
 ) -> tuple[list[float], list[float]]:
     """(loss of each token, gradient of their sum to each log-probability) at these probabilities; `old` are the
     sampler's, and the trainer's before the update."""
@@ -53,7 +72,7 @@ def of_tokens(
         config.clip_range,
         high,
         config.dual_clip,
-        {"old_logprobs": before, "rollout_logprobs": before},
+        {"old_logprobs": before, "rollout_logprobs": before, "chosen": torch.tensor(chosen or [False] * len(new))},
     )
     loss = PRESETS.get(name).loss
     assert loss is not None
@@ -148,6 +167,123 @@ def test_vespo_of_a_reply() -> None:
     assert gradient == [pytest.approx(-2.0085536e-15, rel=1e-6, abs=0.0)] * 2
 
 
+def test_covariances_of_a_rollout() -> None:
+    # log π: −1, −2, −3 and −6, mean −3; A: 1, −1, 2 and 2, mean 1. What is not counted is in no mean.
+    logprobs = torch.tensor([[-1.0, -2.0, -99.0], [-3.0, -6.0, -99.0]])
+    worth = torch.tensor([[1.0, -1.0, 50.0], [2.0, 2.0, 50.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    tokens = RolloutTokens(logprobs, worth, mask, [3, 4])
+    assert covariances(tokens).tolist() == [[0.0, -2.0, 0.0], [0.0, -3.0, 0.0]]
+    tokens = RolloutTokens(logprobs, -worth, mask, [3, 4])
+    assert covariances(tokens).tolist() == [[0.0, 2.0, 0.0], [0.0, 3.0, 0.0]]
+    # One of four tokens, since 0.2% of them is none: the largest; of those in [1, 5], the one that is drawn.
+    kl_cov, clip_cov = PRESETS.get("kl_cov").chooses, PRESETS.get("clip_cov").chooses
+    assert kl_cov is not None
+    assert clip_cov is not None
+    assert kl_cov(tokens).tolist() == [[False, False, False], [False, True, False]]
+    drawn = tokens.draws()[:, 1]
+    assert clip_cov(tokens).tolist() == [[False, i == int(drawn.argmin()), False] for i in range(2)]
+    # Replies without a difference give nothing to choose, and 12.5 is beyond ω_high.
+    alike = RolloutTokens(logprobs, torch.ones_like(worth), mask, [3, 4])
+    assert not kl_cov(alike).any()
+    assert not clip_cov(alike).any()
+    far = RolloutTokens(torch.tensor([[-1.0, -11.0]]), torch.tensor([[5.0, 0.0]]), torch.ones(1, 2).bool(), [3])
+    assert covariances(far).tolist() == [[12.5, 12.5]]
+    assert not clip_cov(far).any()
+    assert kl_cov(far).tolist() == [[True, True]]  # equal ones go together
+
+
+def test_the_share_of_chosen_tokens() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logprobs, worth = -torch.rand(500, 20, generator=draw), torch.randn(500, 20, generator=draw) * 4
+    tokens = RolloutTokens(logprobs, worth, torch.ones(500, 20).bool(), range(500))
+    kl_cov, clip_cov = PRESETS.get("kl_cov").chooses, PRESETS.get("clip_cov").chooses
+    assert kl_cov is not None
+    assert clip_cov is not None
+    found = covariances(tokens)
+    assert int(kl_cov(tokens).sum()) == 20  # of 10,000
+    assert found[kl_cov(tokens)].min() > found[~kl_cov(tokens)].max()
+    assert int(clip_cov(tokens).sum()) == 2
+    assert ((found[clip_cov(tokens)] >= 1) & (found[clip_cov(tokens)] <= 5)).all()
+    other = RolloutTokens(logprobs, worth, tokens.mask, range(1, 501))
+    assert (clip_cov(other) != clip_cov(tokens)).any()
+
+
+def test_losses_of_chosen_tokens() -> None:
+    # ρ = 1.5, ln 1.5 = .4054651, and ρ = ½, ln ½ = −.6931472: a chosen one is held back by |log ρ|, slope ±1.
+    new, old = [0.75, 0.75, 0.25, 0.25], [0.5] * 4
+    losses, gradient = of_tokens("kl_cov", new, old, [1.0, 1.0, -1.0, -1.0], chosen=[False, True, False, True])
+    assert losses == [number(-1.5), number(-1.0945349), number(0.5), number(1.1931472)]
+    assert gradient == [number(-1.5), number(-0.5), number(0.5), number(-0.5)]
+    losses, gradient = of_tokens("clip_cov", new, old, [1.0, 1.0, -1.0, -1.0], chosen=[False, True, False, True])
+    assert losses == [number(-1.5), number(0.0), number(0.5), number(0.0)]
+    assert gradient == [number(-1.5), number(0.0), number(0.5), number(0.0)]
+    # ρ = 3 is clipped at 2 where A > 0; ρ = 1/50 nowhere.
+    losses, gradient = of_tokens("clip_cov", [0.9, 0.01], [0.3, 0.5], [1.0, -1.0])
+    assert (losses, gradient) == ([number(-2.0), number(0.02)], [number(0.0), number(0.02)])
+
+
+class Predicted(PolicyForward):
+    """A forward pass with these log-probabilities."""
+
+    def __init__(self, rows: PolicyBatch[Tensor], config: PPOStageConfig, logprobs: Tensor) -> None:
+        self.rows, self._config, self.hidden = rows, config, logprobs.detach()  # type: ignore[misc, assignment]
+        self._predicted = logprobs, logprobs  # type: ignore[misc]
+
+
+def test_echo_is_grpo_plus_the_cross_entropy_of_what_was_read() -> None:
+    """Two replies of 3 and 4 tokens, of which 1 and 2 were read; split by replies, as a rank may have."""
+    mask = [[True, False, True], [True, False, False, True]]
+    logprobs = torch.tensor([-1.0, -2.0, -0.5, -1.0, -3.0, -0.25, -2.0], dtype=torch.float64).requires_grad_()
+    offsets, worth = torch.tensor([0, 3, 7]), torch.tensor([1.0, 0.0, 1.0, -1.0, 0.0, 0.0, -1.0]).double()
+    config = PPOStageConfig(method="echo", environment={"path": "module:Environment"})  # type: ignore[arg-type]
+    [observations] = [c for c in PPOObjective(config).components(NO_HEAD) if isinstance(c, Observations)]
+
+    def forward(rows: slice, tokens: slice) -> Predicted:
+        text = TextBatch.of([[7], [7]][rows], [[1] * 3, [1] * 4][rows])
+        part = offsets[rows.start : rows.stop + 1] - offsets[rows.start]
+        given = {
+            "response_mask": Ragged(torch.tensor([*chain(*mask[rows])]), part),
+            "old_logprobs": Ragged(logprobs.detach()[tokens], part),
+            "advantages": Ragged(worth[tokens], part),
+            "weights": Ragged(torch.ones_like(worth)[tokens], part),
+        }
+        batch = text.map(torch.from_numpy).as_kind(PolicyBatch, **given)  # type: ignore[arg-type]
+        return Predicted(batch, config, logprobs[tokens])  # type: ignore[arg-type]
+
+    whole = forward(slice(0, 2), slice(0, 7))
+    totals = step_totals(config, whole.rows.map(lambda x: x.numpy()), 0.0)  # type: ignore[arg-type, attr-defined]
+    assert (totals.tokens, totals.counts) == (4.0, {"observations": 3.0})
+    made = observations.terms(whole, totals)
+    # (2 + 3 + .25) / 3 = 1.75, times λ = .1.
+    assert observations.coef(totals) * float(made.sum().detach()) / observations.count(totals) == number(0.175)
+    (gradient,) = torch.autograd.grad(made.sum(), logprobs)
+    assert gradient.tolist() == [0.0, -1.0, 0.0, 0.0, -1.0, -1.0, 0.0]
+    parts = forward(slice(0, 1), slice(0, 3)), forward(slice(1, 2), slice(3, 7))
+    assert sum(float(observations.terms(part, totals).sum().detach()) for part in parts) == number(5.25)
+    # The policy gradient has its own count, which what was read leaves alone: ρ = 1, so −A, 1 + 1 − 1 − 1 over 4.
+    loss = PolicyGradient(config)
+    assert float(loss.terms(whole, totals).sum().detach()) == number(0.0)
+    assert loss.count(totals) == 4.0
+    (gradient,) = torch.autograd.grad(loss.terms(whole, totals).sum(), logprobs)
+    assert gradient.tolist() == [-1.0, 0.0, -1.0, 1.0, 0.0, 0.0, 1.0]
+    # Episodes of one turn each.
+    assert observations.coef(StepTotals(tokens=4.0, rows=2.0, counts={"observations": 0.0})) == 0.0
+
+
+def test_echo_needs_an_environment(message_texts: Messages) -> None:
+    with message_texts.raises(ConfigError):
+        validate_as(PPOStageConfig, {"method": "echo"})
+
+
+def test_what_no_method_chooses_is_not_read(message_texts: Messages) -> None:
+    def mine(tokens: PolicyLossInputs) -> Tensor:
+        return -tokens.advantages * tokens.logprobs * tokens.chosen
+
+    with message_texts.raises(ValueError):
+        Functions.of(PPOStageConfig(loss="mine:mine"), loss=mine)
+
+
 def test_luspo_counts_a_reply_once_for_each_token() -> None:
     fields = PRESETS.get("luspo").fields
     assert (fields["loss"], fields["loss_mean"]) == ("gspo", "fixed")  # Σ over tokens of what a reply's tokens share
@@ -213,6 +349,24 @@ def test_gdpo_compares_each_source_by_itself() -> None:
     assert found == [number(0.1589186), number(-0.1589186), number(-0.8660254), number(0.8660254)]
 
 
+def test_rae_subtracts_the_moving_mean_of_a_seat() -> None:
+    moving, seats = MovingMeans(), ["ask", "ask", "answer", "ask"]
+    first = moving.take(torch.tensor([1.0, 0.0, -1.0, 2.0]), seats)
+    assert first.tolist() == [0.0] * 4
+    # Three scores of mean 1, 1 − .95³ = .142625; one of −1, −.05.
+    assert moving.means == {"ask": number(0.142625), "answer": number(-0.05)}
+    second = moving.take(torch.tensor([1.0, 3.0]), ["answer", "ask"])
+    assert second.tolist() == [number(-0.05), number(0.142625)]
+    assert moving.means == {"ask": number(0.28549375), "answer": number(0.0025)}
+    # Of equal scores no order can show, so it is the recursion of the paper: .95 (.95 (0) + .05) + .05.
+    alike = MovingMeans()
+    alike.take(torch.ones(2), ["", ""])
+    assert alike.means == {"": number(0.0975)}
+    inputs = rollout([1.0, 3.0], [0, 1])
+    inputs = replace(inputs, streams={"seat_means": second})
+    assert advantages("rae", inputs) == [number(1.05), number(2.857375)]
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_pass_the_checks(name: str) -> None:
     preset = PRESETS.get(name)
@@ -228,7 +382,8 @@ def test_estimators_pass_the_checks(name: str) -> None:
     estimator = PRESETS.get(name).advantages
     assert estimator is not None
     check_advantages(estimator, name)
-    assert advantage_reads(estimator, name) == ({"sources", "source_weights"} if name == "gdpo" else set())
+    reads = {"gdpo": {"sources", "source_weights"}, "rae": {"seat_means"}}
+    assert advantage_reads(estimator, name) == reads.get(name, set())
 
 
 def test_every_preset_is_a_method() -> None:

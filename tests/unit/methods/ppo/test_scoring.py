@@ -98,7 +98,10 @@ def test_each_turn_of_each_branch_is_a_line_of_the_policys_own_text(inputs: PPOI
     a, n, end = *tokenizer.convert_tokens_to_ids(["a", "n"]), tokenizer.eos_token_id
     reply, mask = [a, end, n, n, end, n, end], [True, True, False, True, True, True, True]
     branches = encoded_branches(
-        [BranchRow([5], reply[:5], [0.0] * 5, mask[:5]), BranchRow([5, a, n], reply[5:], [0.0] * 2, mask[5:])]
+        [
+            BranchRow([5], reply[:5], [0.0] * 5, mask[:5], [0] * 5),
+            BranchRow([5, a, n], reply[5:], [0.0] * 2, mask[5:], [0] * 2),
+        ]
     )
     numbers, texts = np.zeros(1, np.int64), np.array([""])
     rollout = Rollout(

@@ -181,6 +181,15 @@ def test_advantages_get_what_they_read(make_lm: MakeLM) -> None:
     assert [row[0] for row in rows.advantages] == pytest.approx(list(np.arange(8) + scores + np.arange(8) % 3))
 
 
+def test_a_loss_needs_a_number_in_every_row(make_lm: MakeLM, message_texts: Messages) -> None:
+    level = RowFacts(columns={"level": [1.0, None, *[2.0] * 5, None]})
+    with message_texts.raises(ValueError):
+        sent(make_lm, level, loss=lambda t: t.logprobs * t.column("level"))
+    estimator = lambda r: r.scores * r.column("level").nan_to_num()  # noqa: E731
+    _, rows, _ = sent(make_lm, level, advantages=estimator)
+    assert rows.advantages.values.any()
+
+
 @pytest.mark.parametrize("columns", [{}, {"level": ["hard"] * 8}], ids=["absent", "text"])
 def test_columns_without_numbers_are_refused(make_lm: MakeLM, columns: dict[str, Any], message_texts: Messages) -> None:
     with message_texts.raises(ValueError):

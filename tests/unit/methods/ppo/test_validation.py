@@ -107,6 +107,7 @@ def test_the_first_of_the_best_versions_is_kept(validated: PPOInputs, tmp_path: 
     assert (tmp_path / "out" / "updates").read_text() == "2"
     assert [point["validation/score"] for point in recorder.points] == JUDGED[:3]
     assert [point["validation/best"] for point in recorder.points] == [0, 1, 1]
+    assert [point["validation/version"] for point in recorder.points] == [0, 1, 2]
     # Looked at before each update and after the last, by the weights of that version.
     generated = [call for call in world.calls if call.startswith(("generator", "policy save"))]
     assert generated == [

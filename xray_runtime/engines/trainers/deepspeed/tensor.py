@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -131,6 +131,10 @@ def _summed(row_parallel: Any, group: Any, low: Tensor) -> Tensor:
 
 def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:
     """Sum gradients of whole parameters that only see a slice of the activations (Qwen3's head norms)."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            # AutoTP's mark of those with a hook, which frozen ones cannot have.
+            cast("Any", parameter)._ds_grad_allreduce_registered = True
     _autotp(module, mesh).register_replicated_grad_hooks(module)
 
 

@@ -68,36 +68,32 @@ class EpisodeBatch:
 
 @dataclass
 class Episode:
-    number: int
-    """In the pool."""
+    """A row: what one seat of a game read and said, or all of an episode without seats."""
+
     row: int
-    """In the rollout."""
-    task: dict[str, Any]
+    """Number of its game."""
     seed: int
-    """The environment's seed, shared by all episodes of a group, because their rewards are compared."""
     prompt: list[int]
-    replies: list[str] = field(default_factory=list)
-    """The turns so far, as text."""
+    seat: str = ""
+    turns: int = 0
+    """Number of its own turns."""
     ids: list[int] = field(default_factory=list)
     """Tokens after the prompt. These and the next three are of one length."""
     logprobs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """The environment's answers to the reset and to each turn: {"answer": …} or {"failure": reason}."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported with the rewards, each summed over the turns."""
     ended: bool = False
     """The environment ended it."""
-    over: bool = False
-    """Ended, cut, or failed."""
     failure: str = ""
     """Why it has no reward."""
-    known: int = 0
-    """Number of answers, including the reset's, that its environment in the pool has produced."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Those of its game."""
 
     def say(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append a turn of the policy."""
+        self.turns += 1
         self._add(ids, logprobs, True)
 
     def observe(self, ids: Sequence[int]) -> None:
@@ -122,8 +118,76 @@ class Episode:
             if is_allowed and number is not None and (name in self.info or len(self.info) < MAX_NAMES):
                 self.info[name] = self.info.get(name, 0.0) + number
 
+
+@dataclass
+class Game:
+    """One episode as its environment sees it."""
+
+    number: int
+    """In the pool."""
+    row: int
+    """Number among the rollout's games."""
+    task: dict[str, Any]
+    seed: int
+    """The environment's seed, shared by all episodes of a group, because their rewards are compared."""
+    rows: dict[str, Episode]
+    """Seat → its row; without seats one, named ""."""
+    seat: str
+    """The seat whose turn it is."""
+    replies: list[str] = field(default_factory=list)
+    """The turns of all seats so far, as text."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """The environment's answers to the reset and to each turn: {"answer": …} or {"failure": reason}; where there are
+    seats, with the `seat` and the `reply`."""
+    over: bool = False
+    """Ended, cut, or failed."""
+    known: int = 0
+    """Number of answers, including the reset's, that its environment in the pool has produced."""
+
+    @staticmethod
+    def of(
+        row: int, task: dict[str, Any], seed: int, prompt: list[int], seats: Sequence[str], number: int | None = None
+    ) -> Game:
+        """A game at its start; `number` is `row` unless it is given."""
+        names = seats or ("",)
+        game = Game(
+            row if number is None else number,
+            row,
+            task,
+            seed,
+            {name: Episode(row, seed, list(prompt), name) for name in names},
+            names[0],
+        )
+        for episode in game.rows.values():
+            episode.answers = game.answers
+        return game
+
+    @property
+    def turn(self) -> Episode:
+        """The row of the seat whose turn it is."""
+        return self.rows[self.seat]
+
+    def end(self) -> None:
+        """The environment ended it."""
+        for episode in self.rows.values():
+            episode.ended = True
+
+    def cut(self) -> None:
+        """The last turn was cut off, which is no fault of the other seats."""
+        self.end()
+        self.turn.ended, self.over = False, True
+
     def fail(self, why: str) -> None:
-        self.failure, self.over = shortened(why), True
+        self.over = True
+        for episode in self.rows.values():
+            episode.failure = shortened(why)
+
+
+def games_of_rows(count: int, group_size: int, rows_an_episode: int) -> list[int]:
+    """The game of each row of `count` games: groups of `group_size` games to one prompt, in each the rows of one seat
+    after those of another, so that replies that are compared follow one another."""
+    starts = range(0, count, group_size)
+    return [start + place for start in starts for _ in range(rows_an_episode) for place in range(group_size)]
 
 
 def shortened(failure: str) -> str:
@@ -132,9 +196,11 @@ def shortened(failure: str) -> str:
 
 
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
-    """Episodes as the rows of a rollout; each row has its own prompt number."""
+    """Episodes as the rows of a rollout; each row has the number of its game."""
     rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
+    seats = [e.seat for e in episodes]
     return Rollout(
+        seat=np.array(seats, object) if any(seats) else None,
         response_ids=Ragged.of(e.ids for e in episodes),
         rollout_logprobs=Ragged.of((e.logprobs for e in episodes), np.float32),
         ended=np.array([e.ended for e in episodes]),
@@ -144,7 +210,7 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
         prompt_ids=Ragged.of(e.prompt for e in episodes),
         response_mask=Ragged.of((e.sampled for e in episodes), np.bool_),
         turn_rewards=Ragged.of((e.rewards for e in episodes), np.float32),
-        turns=np.array([len(e.replies) for e in episodes], np.int32),
+        turns=np.array([e.turns for e in episodes], np.int32),
         episode_reward=np.array(rewards, np.float64),
         failure=np.array([e.failure for e in episodes], object),
         info=np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),

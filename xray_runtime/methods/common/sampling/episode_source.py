@@ -45,6 +45,8 @@ class SamplerSetup:
     """For the output of environments and agents."""
     out: Path
     """The checkpoint, which keeps agents' records that no ledger has."""
+    champion: ModelHandle | None = None
+    """Plays `environment.champion_seats`."""
 
 
 class RolloutSampler(Protocol):
