@@ -138,7 +138,11 @@ def _streams(
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
-        **{name: _dense(values) for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()},
+        **{
+            name: _dense(values)
+            for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()
+            if isinstance(values, Ragged)
+        },
         "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
@@ -325,7 +329,9 @@ def _mask(rollout: Rollout) -> Tensor:
     return torch.from_numpy(rollout.rollout_logprobs.mask())
 
 
-def _dense(column: Ragged) -> Tensor:
+def _dense(column: Ragged | np.ndarray) -> Tensor:
+    """A column with a value for each token, padded [B, T]."""
+    assert isinstance(column, Ragged)
     return torch.from_numpy(column.dense())
 
 
