@@ -46,7 +46,7 @@ def top_columns(
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     ids, logprobs = (np.concatenate([found[part] for found in known]) for part in range(2))
     there = np.isfinite(logprobs)
-    columns = {}
+    columns: dict[str, Ragged] = {}
     if top:
         ids_of_top = np.where(there, ids, NO_TOKEN)[:, :top].astype(np.int32)
         columns["topk_ids"] = Ragged(ids_of_top, offsets)

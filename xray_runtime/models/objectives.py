@@ -240,7 +240,8 @@ def response_predictions(
     if "kept_ids" in rows:
         kept, there = _kept_sets(rows)
         whole, _ = module.logprobs(given, torch.cat([wanted, kept], 1), temperature)
-        logprobs, entropy, log_mass = within_kept(*whole.split([wanted.shape[1], kept.shape[1]], 1), there)
+        num = wanted.shape[1]
+        logprobs, entropy, log_mass = within_kept(whole[:, :num], whole[:, num:], there)
         mass = log_mass.exp()
     else:
         logprobs, entropy = module.logprobs(given, wanted, temperature)

@@ -175,9 +175,9 @@ class ScoreCentering(PolicyComponent):
     """A · C, which takes from the policy gradient what the sampler's mismatch alone would move."""
 
     def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
-        config, given = self.config, (forward.of_candidates["topk_ids"], forward.rows.topk_logprobs.values)
-        bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
-        centering = score_centering(*given, mode=config.importance_correction, **bounds)
+        config, q = self.config, forward.rows.topk_logprobs.values
+        mode, cap, floor = config.importance_correction, config.importance_cap, config.importance_floor
+        centering = score_centering(forward.of_candidates["topk_ids"], q, mode=mode, cap=cap, floor=floor)
         return Terms(forward.rows.advantages.values * centering, forward.share * forward.mask)
 
 
