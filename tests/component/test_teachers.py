@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -120,19 +119,6 @@ def test_equal_distributions_are_0_apart(
     assert point["kl/teacher_k1"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"beta": 1.0, "top_k": 8}, {"beta": 0.0, "top_k": None}],
-    ids=["sampled", "reverse", "forward, whole"],
-)
-def test_the_student_follows_its_teacher(
-    cluster: None, tiny_model: Path, other: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
-    points = attempt(tiny_model, other, tmp_path / "other", iterations=10, lr=3e-3, **fields).points
-    found = np.array([point["kl/teacher_k3"] for point in points])
-    assert found[-3:].mean() < 0.6 * found[:2].mean()
-
-
 def test_a_resumed_stage_writes_the_same_bytes(cluster: None, tiny_model: Path, other: Path, tmp_path: Path) -> None:
     whole = attempt(tiny_model, other, tmp_path / "whole", iterations=3, beta=0.5)
     resumed = attempt(tiny_model, other, tmp_path / "resumed", iterations=3, beta=0.5, newest=whole.snapshots[1])
@@ -178,7 +164,6 @@ def test_a_teacher_and_what_it_logged_teach_the_same_bytes(
     taught = by_replies(tiny_model, tmp_path / "taught", teacher=other)
     first, last = taught.points[0], taught.points[-1]
     assert last["distill/heldout_divergence"] < 0.5 * first["distill/heldout_divergence"]
-    assert last["distill/divergence"] == pytest.approx(last["distill/heldout_divergence"], rel=0.5)
 
     tokens = Tokens(tmp_path / "taught" / TRAIN, Example, load_tokenizer(tiny_model), process_seal())
     spec = ModelSpec(other, TeacherObjective(1.0, 5, TINY.vocab_size))
