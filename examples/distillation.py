@@ -25,8 +25,8 @@ LESSON = importlib.import_module("examples.lessons.05_grpo_with_a_verifier")
 def distillation(output: str = "runs/distillation", seed: int = 0, iterations: int = 60, steps: int = 150) -> None:
     """From demonstrations that are half right to a student that is about as good as its teacher."""
     folder = Path(output).absolute()
-    for name, right in (("half", 0.5), ("all", 1.0)):
-        LESSON.write_problems(folder / f"{name}-right.jsonl", right=right)
+    for name, share in (("half", 0.5), ("all", 1.0)):
+        LESSON.write_problems(folder / f"{name}-right.jsonl", right=share)
     rows: dict[str, Any] = {"columns": ["answer"], "min_chars": 1, "heldout_fraction": 0.2}
     heads: dict[str, Any] = {"vocab_size": 300, "num_heads": 4, "num_kv_heads": 4}
     exact = xray.reward(verifier={"kind": "regex", "pattern": r"^\s*\d\s*$", "column": "answer"})

@@ -7,7 +7,7 @@ the same seat: by GRPO within a group, or by RAE with the seat's own past. Minut
 
     xray run examples.guess_together:guess_together
     xray run examples.guess_together:guess_together --set method=rae
-    xray rollouts ppo --output runs/guess-together --iteration 39
+    xray rollouts ppo --output runs/guess-together --iteration 79
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_games(path: Path, count: int = 2000) -> None:
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def guess_together(
-    output: str = "runs/guess-together", seed: int = 0, method: xray.Method = "grpo", iterations: int = 40
+    output: str = "runs/guess-together", seed: int = 0, method: xray.Method = "grpo", iterations: int = 80
 ) -> None:
     """From an asker that heeds and a keeper that tells the truth now and then to both doing so more often."""
     with xray.workspace(output, project="guess-together", seed=seed):
@@ -101,9 +101,9 @@ def guess_together(
                 "max_tokens": 96,
             },
             iterations=iterations,
-            prompts_per_iteration=8,
+            prompts_per_iteration=16,
             samples_per_prompt=8,
-            minibatch_size=32,
+            minibatch_size=64,
             max_new_tokens=4,
             lr=1e-3,
         )

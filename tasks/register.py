@@ -36,7 +36,7 @@ def register(
     tracker = Tracker(context.tracking_uri, context.experiment, None)
     run_id = registered.mlflow_run_id
     if not run_id:  # A checkpoint that existed before the run.
-        run_id = tracker.client.get_logged_model(registered.checkpoint.mlflow_model_id or "").source_run_id
+        run_id = str(tracker.client.get_logged_model(registered.checkpoint.mlflow_model_id or "").source_run_id)
     # When two runs share a directory, the last one to move the alias must also decide last.
     with FileLock(output / LOCKS / "decisions.lock"):
         version = evidence().register_policy(

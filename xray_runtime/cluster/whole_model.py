@@ -260,9 +260,9 @@ class WholeModel:
             names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
-        if (lora := cast("ModelSpec", self._spec).kept_adapters) is not None:
-            adapters = self.export_weights(0, merged=False), directory / ADAPTER
-            save_adapter(*adapters, lora, self._spec.directory, continues=self._spec.continues)
+        if (lora := (spec := cast("ModelSpec", self._spec)).kept_adapters) is not None:
+            sent = self.export_weights(0, merged=False)
+            save_adapter(sent, directory / ADAPTER, lora, spec.directory, continues=spec.continues)
         here = [rank for rank, path in enumerate(directories) if path == directory]
         self._check_saved(directory, head_file, {n: d for part in written for n, d in part.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():

@@ -141,7 +141,8 @@ class Adapters:
             self._turn(off=False)
 
     def _turn(self, *, off: bool) -> None:
-        for layer in (*self.layers.values(), *self.experts.values()):
+        layers: list[AdaptedLinear | AdaptedExperts] = [*self.layers.values(), *self.experts.values()]
+        for layer in layers:
             layer.is_off = off
 
     @contextlib.contextmanager

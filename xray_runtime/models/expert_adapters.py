@@ -35,7 +35,7 @@ class AdaptedExperts:
 
     def __init__(self, module: Any, rank: int, scaling: float) -> None:
         self.module, self.scaling, self.is_off = module, scaling, False
-        self._kind = type(module)  # FSDP makes a class of its own of it
+        self._kind: Any = type(module)  # FSDP makes a class of its own of it
         self.transposed = bool(getattr(module, "is_transposed", False))
         matrices = _matrices(module)
         self.matrices = list(matrices)

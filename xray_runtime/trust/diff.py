@@ -24,7 +24,7 @@ def diff(left: LineageStore, a: Node, right: LineageStore, b: Node) -> dict[str,
     """
     mine, theirs = _history(left.graph, a), _history(right.graph, b)
     if a.manifest.stage != b.manifest.stage:
-        theirs = {(a.manifest.stage if node is b else name): node for name, node in theirs.items()}
+        theirs = {(a.manifest.stage if node.sha256 == b.sha256 else name): node for name, node in theirs.items()}
     stages = []
     for name, node in mine.items():
         other = theirs.get(name)

@@ -19,7 +19,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.unit.studio.world import HOSTILE, post, run_at_work, studio, with_rollouts
-from tests.unit.trust.promoting import aliases
+from tests.unit.trust.promoting import aliases, promoted
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.cli.main import app as command
 from xray.studio import studio as shared
@@ -413,9 +413,26 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert post(client, path, seen=seen[1], by="ada", note="good", answer="promote").status_code == 303
     assert aliases(output) == {"candidate": "1", "champion": "1"}
     assert "by ada: good" in client.get("/promote").text
-    assert "Nothing that both have was made otherwise" in client.get(path).text
+    assert "No stage that both have was made otherwise" in client.get(path).text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
+
+
+def test_a_decision_sees_what_changed_since_the_champion(output: Path) -> None:
+    promoted(output, "ppo-2", min_win_rate=None)
+    life = Lifecycle.resumed(output)
+    roles = {"policy": "ppo-2", "prompts": "prepare", "reference": "sft", "rewards.0": "reward"}
+    life.add("ppo-3", "ppo", {"config.json": b"{}", "model.safetensors": b"third"}, roles, {"lr": 0.5})
+    asked, gates = [f"question {i}" for i in range(50, 56)], {"max_regression": None}
+    life.evaluate(asked, policy="ppo-3", stage="evaluate-3", win_rate=0.9, gates=gates)
+    life.register("ppo-3")
+    page = studio(output).get(f"/promote/{NAME}").text
+    changed = page.partition("What changed since the champion")[2].partition("</table>")[0]
+    # It was trained from the champion, with another learning rate.
+    assert re.search(r'<th scope="row">ppo-2</th><td>parents <code>policy</code></td>.*>ppo-1<.*>ppo-2<', changed), (
+        changed
+    )
+    assert re.search(r'<th scope="row">ppo-2</th><td>config <code>lr</code></td>.*>0\.5<', changed), changed
 
 
 @pytest.mark.parametrize(

@@ -185,19 +185,20 @@ def review_page(request: Request, name: str) -> Response:
     return page(request, "promote.html", name=name, reasons=[], by=studio.by, **values)
 
 
-def _changes(store: LineageStore, reviewed: promotion.PromotionReview) -> list[tuple[str, str, str, str, str]] | None:
-    """(stage, aspect, field, the champion's, the candidate's) of what was done otherwise; None without a champion whose
-    checkpoint is here."""
+def _changes(store: LineageStore, reviewed: promotion.PromotionReview) -> dict[str, Any] | None:
+    """Names of the stages that the candidate alone has, and (stage, aspect, field, the champion's, the candidate's) of
+    what was done otherwise; None without a champion whose checkpoint is here."""
     champion = store.graph.nodes.get(reviewed.champion.checkpoint) if reviewed.champion is not None else None
     if champion is None:
         return None
-    stages = diff(store, champion, store, reviewed.candidate)["stages"]
-    return [
+    found = diff(store, champion, store, reviewed.candidate)
+    rows = [
         (stage["stage"], aspect, field, str(before)[:MAX_CHANGE], str(after)[:MAX_CHANGE])
-        for stage in stages
+        for stage in found["stages"]
         for aspect in CAUSES
         for field, (before, after) in stage[aspect].items()
-    ][:MAX_CHANGES]
+    ]
+    return {"added": found["only_b"], "rows": rows[:MAX_CHANGES]}
 
 
 @router.post("/promote/{name}")

@@ -138,7 +138,8 @@ REFUSED = [
     "ppo: {stages: [{lora: {}, engine: {num_workhorses: 4, tensor_parallel: 2, pipeline_parallel: 2}}]}",
     "{generator: {engine: deepspeed}, ppo: {stages: [{lora: {}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {dora: true}, adapter_sync: adapter}]}",
-    "{base: {kind: fresh, num_experts: 4}, ppo: {stages: [{lora: {target_modules: [experts]}, adapter_sync: adapter}]}}",
+    "{base: {kind: fresh, num_experts: 4},"
+    " ppo: {stages: [{lora: {target_modules: [experts]}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {quantize: nf4}, adapter_sync: adapter}]}",
     "sft: {lora: {quantize: nf4}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
     "sft: {lora: {quantize: nf4, dora: true}}",

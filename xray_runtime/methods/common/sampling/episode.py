@@ -199,8 +199,7 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     """Episodes as the rows of a rollout; each row has the number of its game."""
     rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
     seats = [e.seat for e in episodes]
-    return Rollout(
-        seat=np.array(seats, object) if any(seats) else None,
+    rollout = Rollout(
         response_ids=Ragged.of(e.ids for e in episodes),
         rollout_logprobs=Ragged.of((e.logprobs for e in episodes), np.float32),
         ended=np.array([e.ended for e in episodes]),
@@ -217,6 +216,7 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
         # Not sorted: a chat template writes tools and messages in their own order.
         answers=np.array([json.dumps(e.answers) for e in episodes], object),
     )
+    return rollout.with_columns(seat=np.array(seats, object)) if any(seats) else rollout
 
 
 def purpose_of(round: int) -> str:
