@@ -19,7 +19,7 @@ def spread(prompts: list[str], replies: list[str]) -> list[float]:
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def picture_pairs(output: str = "runs/picture-pairs", family: str = "qwen3_vl", count: int = 120) -> None:
-    """DPO and a reward model on pairs of a file; DPO and SFT on the best of sampled replies."""
+    """DPO and a reward model on pairs of a file; SFT on the best of sampled replies."""
     pictures, model = Path(output).absolute() / "pictures", Path(output).absolute() / "model"
     rows = write_pictures(pictures, count=count, right=1.0)
     write_model(model, family)
@@ -32,17 +32,6 @@ def picture_pairs(output: str = "runs/picture-pairs", family: str = "qwen3_vl", 
         given = xray.preferences(source="dataset", path=str(pairs), pictures=str(pictures), heldout_fraction=0.2)
         xray.dpo(base, preferences=given, batch_size=32, name="dpo")
         xray.reward_model(base, data=given, batch_size=32)
-        made = xray.preferences(
-            base,
-            source="rewards",
-            data=data,
-            rewards=[xray.reward(spread)],
-            samples=4,
-            heldout_fraction=0.4,
-            name="made",
-            **sampled,
-        )
-        xray.dpo(base, preferences=made, batch_size=4, name="online")
         best = xray.best_of_n(base, prompts=data, rewards=[xray.reward(spread)], samples=2, name="best", **sampled)
         xray.sft(base, data=best, steps=2, batch_size=4, max_response_tokens=8)
 

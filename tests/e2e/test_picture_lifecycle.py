@@ -53,7 +53,7 @@ def test_pairs_with_pictures(tmp_path: Path) -> None:
 
     names = [stage["name"] for stage in outcome.lifecycle["stages"]]
     found = {name: next(output.glob(f"checkpoints/{name}-*[0-9a-f]")) for name in names}
-    for name in ("preferences", "made", "best"):
+    for name in ("preferences", "best"):
         pairs = [pair for side in ("train.arrow", "heldout.arrow") for pair in pairs_of(found[name] / side)]
         used = {picture["sha256"] for pair in pairs for picture in pictures_of(pair.prompt)}
         assert used
