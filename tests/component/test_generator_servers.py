@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +71,10 @@ def opened(directory: Path, section: GeneratorConfig, max_length: int = MAX_LENG
     return Generation(directory, max_length, section, RUNTIME, EngineRank("cpu"))
 
 
-def replies(generation: Generation, version: int, num: int = 24) -> ReplyBatch:
+def replies(generation: Generation, version: int, num: int = 24, sampling: Sampling = SAMPLING) -> ReplyBatch:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(5, 280, size=3 + n % 7).tolist() for n in range(num)]
-    return generation.generate(prompts, list(range(100, 100 + num)), SAMPLING, version)
+    return generation.generate(prompts, list(range(100, 100 + num)), sampling, version)
 
 
 def weights(directory: Path, scale: float, version: int, names: Callable[[str], bool] = bool) -> WeightUpdate:
@@ -119,6 +120,8 @@ def test_the_life_of_a_server(server: GeneratorProcess, local: Generation, tiny_
     remote = opened(tiny_model, config(server.address, nobody))
     before = replies(local, 0)
     same(replies(remote, 0), before)
+    cut = replace(SAMPLING, top_p=0.7, top_k=64, kept=True, top_logprobs=5)
+    same(replies(remote, 0, sampling=cut), replies(local, 0, sampling=cut))
 
     # A whole update, and a part of some layers; what did not change stays.
     for update in (weights(tiny_model, 1.5, 1), weights(tiny_model, 0.5, 2, PART.__contains__)):

@@ -9,7 +9,7 @@ from typing import Any
 from xray_runtime.agents.agent_records import EpisodeKey, Played, Record, journal_entry, journal_key, read_calls
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.methods.common.sampling.reply_stream import RecordedReply, part_tokens, sample_again
+from xray_runtime.methods.common.sampling.reply_stream import RecordedReply, in_parts, sample_again
 
 
 def record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
@@ -38,8 +38,8 @@ class ReplayedEpisodes:
             for call in calls.values():
                 if call.is_trained:
                     options = replace(sampling, **call.options)
-                    size = part_tokens(options) if in_flight else options.max_new_tokens
-                    given = call.prompt, call.seed, options, size, call.ids, call.logprobs, call.versions
+                    options = in_parts(options) if in_flight else options
+                    given = call.prompt, call.seed, options, call.ids, call.logprobs, call.versions
                     self._replies[key][call.key] = RecordedReply(*given)
 
     def sample_again(self, version: int, places: Iterable[EpisodeKey] | None = None) -> None:

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from xray_runtime.algorithms.estimators import AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, token_loss
-from xray_runtime.algorithms.streams import Probe
+from xray_runtime.algorithms.streams import TOPK, Probe
 from xray_runtime.kernel.errors import first_line
 
 LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""
+NUM_TOP = 3
+"""The sampler's likeliest tokens in the place of each."""
 TOLERANCE = 1e-9
 """Between two ways to compute one number in float64."""
 BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "turns", "versions", "teacher_logprobs")
@@ -74,7 +76,11 @@ def check_loss(loss: PolicyLoss, name: str = "it", *, gradient: bool = True) -> 
         if not _equal(alone * tokens.mask[mine], (plain * tokens.mask)[mine]):
             raise ValueError(f"loss: {name} couples tokens of two replies: the split into micro-batches would matter")
     chosen = tokens.mask.bool()
-    others = _probe(tokens).map(lambda _, x: torch.where(chosen, x, x - 0.5) if x.is_floating_point() else x)
+
+    def other_unless_chosen(_: str, x: Tensor) -> Tensor:
+        return torch.where(chosen.view(-1, *[1] * (x.dim() - 1)), x, x - 0.5) if x.is_floating_point() else x
+
+    others = _probe(tokens).map(other_unless_chosen)
     other = replace(tokens, logprobs=torch.where(chosen, tokens.logprobs, tokens.logprobs - 0.5), streams=others)
     if not _equal(_loss_of(loss, other, name) * tokens.mask, plain * tokens.mask):
         raise ValueError(f"loss: {name} depends on tokens that the policy did not choose: leave out those with mask 0")
@@ -174,6 +180,9 @@ def _tokens() -> PolicyLossInputs:
     streams |= {"teacher_logprobs": old + 0.3 * normal()}
     rollout = _rollout()
     streams |= {"turns": rollout.turns[chosen], "versions": rollout.versions[chosen], "groups": replies // 2}
+    likely = (-torch.rand(2, len(replies), NUM_TOP, generator=random, dtype=torch.float64) - 1.5).log_softmax(-1) - 0.1
+    ids = torch.arange(NUM_TOP).repeat(len(replies), 1)
+    streams |= dict(zip(TOPK, (ids, *likely), strict=True))
     streams["chosen"] = normal() > 0.5
     probe = Probe(streams, lambda name: _column(name, len(LENGTHS))[replies], set())
     return PolicyLossInputs(logprobs, advantages, mask, replies, 0.2, 0.25, 3.0, probe)

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens in one pass over the vocabulary, with logits of few tokens at a time.
 
-Shapes: N tokens, H hidden, V vocabulary, k candidates for each token, m tokens of its kept set.
+Shapes: N tokens, H hidden, V vocabulary, k candidates for each token, m tokens of a kept set.
 """
 
 from __future__ import annotations
@@ -55,29 +55,21 @@ def _columns(of_tokens: Tensor) -> Tensor:
     return of_tokens if of_tokens.dim() == 2 else of_tokens[:, None]
 
 
-def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, kept: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats.
 
     Args:
         logits: [N, V], any float dtype; the arithmetic is float32 at least.
         targets: [N] int64, or [N, k] of several candidates for each token.
         temperature: logits are divided by it first.
-        kept: int64 [N, m], ids of the only tokens that can be, of which each distribution is then (the kept set of
-            top-p, top-k or min-p sampling); an id may occur again. None: all can be.
 
     Returns:
-        (logprobs of the targets' shape, entropy [N]), both differentiable. A target that cannot be has about
-        `NO_LOGPROB`, without a gradient.
+        (logprobs of the targets' shape, entropy [N]), both differentiable.
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    if kept is not None:
-        can_be = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, kept, True)
-        logits = logits.masked_fill(~can_be, NO_LOGPROB)
     logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -87,13 +79,11 @@ def chunked_logprobs_and_entropy(
     hidden: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    kept: Tensor | None = None,
     *,
     vocab_size: int,
     max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_and_entropy(output_layer(hidden), targets, temperature, kept)`, logits being made for a chunk at a
-    time.
+    """`logprobs_and_entropy(output_layer(hidden), targets, temperature)`, logits being made for a chunk at a time.
 
     The backward pass computes a chunk's logits again instead of keeping them. Chunks depend on shapes alone; where all
     logits are no more than `max_logits` there is one, which is kept.
@@ -102,7 +92,6 @@ def chunked_logprobs_and_entropy(
         output_layer: states [n, H] → logits [n, V].
         hidden: [N, H].
         targets: [N] or [N, k] int64.
-        kept: [N, m] int64, or None.
         vocab_size: V.
         max_logits: None: `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`.
 
@@ -111,14 +100,32 @@ def chunked_logprobs_and_entropy(
     """
     max_logits = max_logits or (MAX_LOGITS_ON_GPU if hidden.is_cuda else MAX_LOGITS)
 
-    def chunk(states: Tensor, ids: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(output_layer(states), ids, temperature, kept)
+    def chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(output_layer(states), ids, temperature)
 
     num_chunks = math.ceil(len(hidden) / max(max_logits // vocab_size, 1))
     if num_chunks <= 1:
-        return chunk(hidden, targets, kept)
-    kept_parts = [None] * num_chunks if kept is None else kept.tensor_split(num_chunks)
-    split = zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), kept_parts, strict=True)
-    parts = [checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in split]
+        return chunk(hidden, targets)
+    parts = [
+        checkpoint(chunk, states, ids, use_reentrant=False, preserve_rng_state=False)
+        for states, ids in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
+    ]
     logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs, entropy
+
+
+def within_kept(logprobs: Tensor, of_kept: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From log-probabilities in the whole vocabulary to those in a kept set, from which top-p, top-k or min-p sampled.
+
+    Args:
+        logprobs: of candidates [N, k] in the set.
+        of_kept: of all tokens of each set [N, m], with others where `there` [N, m] is False.
+
+    Returns:
+        (logprobs [N, k] of the candidates within the set, entropy [N] of the distribution on it, log of its mass [N]),
+        all differentiable.
+    """
+    of_kept = of_kept.masked_fill(~there, NO_LOGPROB)
+    log_mass = of_kept.logsumexp(-1)
+    within = of_kept - log_mass[:, None]
+    return logprobs - log_mass[:, None], -(within.exp() * within).sum(-1), log_mass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.kl import KLEstimator, clamp_log_ratio, kl_estimate
-from xray_runtime.algorithms.streams import StreamError, TokenStreams, read
+from xray_runtime.algorithms.streams import TOPK_POLICY_LOGPROBS, StreamError, TokenStreams, read
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,22 @@ class PolicyLossInputs(TokenStreams):
     def groups(self) -> Tensor:
         """int64 from 0: which prompt of the rollout each token's reply answers."""
         return read(self.streams, "groups")
+
+    @property
+    def topk_ids(self) -> Tensor:
+        """int32 [R, k]: the sampler's `top_logprobs` likeliest tokens in the place of each token; −1 where top-p, top-k
+        or min-p left fewer."""
+        return read(self.streams, "topk_ids")
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """[R, k]: the sampler's own of these; `logprobs.NO_LOGPROB` where there is none."""
+        return read(self.streams, "topk_logprobs")
+
+    @property
+    def topk_policy_logprobs(self) -> Tensor:
+        """[R, k]: the policy's of these, with gradient."""
+        return read(self.streams, TOPK_POLICY_LOGPROBS)
 
     @property
     def chosen(self) -> Tensor:

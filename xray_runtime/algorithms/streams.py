@@ -11,11 +11,9 @@ from torch import Tensor
 
 COLUMN = "column "
 """Before the name of a column of the dataset's row."""
-NOT_THERE = {
-    "topk_ids": "generators that return the sampler's top-k, which none does",
-    "topk_logprobs": "generators that return the sampler's top-k, which none does",
-}
-"""Stream that nothing provides → what would."""
+TOPK_POLICY_LOGPROBS = "topk_policy_logprobs"
+TOPK = ("topk_ids", "topk_logprobs", TOPK_POLICY_LOGPROBS)
+"""Streams of the sampler's likeliest tokens."""
 
 
 class StreamError(ValueError):
@@ -26,15 +24,13 @@ def read(streams: Mapping[str, Tensor], name: str) -> Tensor:
     """The stream `name`. Raises StreamError: it is not there; one line."""
     if name in streams:
         return streams[name]
-    if name in NOT_THERE:
-        raise StreamError(f"{name} is not allowed: it needs {NOT_THERE[name]}")
     raise StreamError(f"{name} was not read when the function was tried, so it is not there: read it in every call")
 
 
 class TokenStreams:
     """Streams that losses and advantages may read: a number for each token, [B, T] for advantages, [R] for a loss.
 
-    Each raises ValueError, one line, where nothing provides it: so do `topk_ids` and `topk_logprobs` today.
+    Each raises ValueError, one line, where nothing provides it.
     """
 
     streams: Mapping[str, Tensor]
@@ -68,16 +64,6 @@ class TokenStreams:
     def teacher_logprobs(self) -> Tensor:
         """The teacher's, of the stage's `distillation`."""
         return read(self.streams, "teacher_logprobs")
-
-    @property
-    def topk_ids(self) -> Tensor:
-        """The sampler's likeliest tokens, with a last axis [k]."""
-        return read(self.streams, "topk_ids")
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """Their log-probabilities."""
-        return read(self.streams, "topk_logprobs")
 
     def column(self, name: str) -> Tensor:
         """The numbers in a column of the dataset, float64: [B] for advantages, NaN where a row has none; for a loss,

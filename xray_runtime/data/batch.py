@@ -2,6 +2,7 @@
 
     B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
     H  size of a hidden state                     L  layers with experts       K  experts of a token in a layer
+    k  likeliest tokens in a place
 
 A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
 objective gets the same batch with tensors in place of arrays, where the values of a ragged column are one flat axis.
@@ -44,6 +45,22 @@ _BRANCHES = column(
 _ROUTE_IDS = column(
     "[B, T, L, K]", "uint8, uint16", "engines.generation", f"{_OBJECTIVES}, ppo.ledger_writer", "see `data.routes`"
 )
+_TOPK_IDS = column(
+    "[B, R, k]", "int32", "engines.generation", f"{_POLICY}, ppo.ledger_writer", "the sampler's likeliest; −1: no more"
+)
+_TOPK_LOGPROBS = column(
+    "[B, R, k]", "float32", "engines.generation", f"{_POLICY}, ppo.ledger_writer", "of these tokens, by the generator"
+)
+_KEPT_COUNTS = column(
+    "[B, R]", "int32", "engines.generation", f"{_OBJECTIVES}, ppo.ledger_writer", "tokens that top-p, … left to sample"
+)
+_KEPT_IDS = column(
+    "[B, …]",
+    "int32",
+    "engines.generation",
+    f"{_OBJECTIVES}, ppo.ledger_writer",
+    "those of all places in turn",
+)
 _REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "ppo.experience, models", "by the reference")
 _TEACHER_LOGPROBS = column("[B, R]", "float32", "models.teacher_objective", "ppo.experience, models", "by a teacher")
 _TEACHER_TOPK_IDS = column("[B, R, k]", "int32", "models.teacher_objective", "models", "the teacher's likeliest tokens")
@@ -69,6 +86,9 @@ class TextBatch(ColumnBatch[A]):
     response_mask: Ragged[A] = _RESPONSE_MASK
     route_ids: Ragged[A] = _ROUTE_IDS
     """Only of rows for a policy that replays them."""
+    kept_counts: Ragged[A] = _KEPT_COUNTS
+    """Only where sampling was from a part of the vocabulary; so is `kept_ids`."""
+    kept_ids: Ragged[A] = _KEPT_IDS
     added_ends: A = column(
         "[B]", "bool", "sampling.scoring", _POLICY, "the last token was added for reward models alone"
     )
@@ -157,6 +177,8 @@ class PolicyBatch(TextBatch[A]):
     old_logprobs: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "where the ratio is 1")
     """Absent where nothing reads it; then `rollout_logprobs` is there. What follows is there where a loss reads it."""
     rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    topk_ids: Ragged[A] = _TOPK_IDS
+    topk_logprobs: Ragged[A] = _TOPK_LOGPROBS
     turns: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "which stretch of the policy's own tokens")
     chosen: Ragged[A] = column("[B, R]", "bool", _EXPERIENCE, _POLICY, "what its method chose over the rollout")
     versions: Ragged[A] = column("[B, R]", "int64", _EXPERIENCE, _POLICY, "updates of the policy that sampled it")
@@ -190,6 +212,12 @@ class ReplyBatch(ColumnBatch[A]):
     route_weights: Ragged[A] = column(
         "[B, T, L, K]", "float32", "engines.generation", "ppo.ledger_writer", "of these experts, by the generator"
     )
+    topk_ids: Ragged[A] = _TOPK_IDS
+    """With `Sampling.top_logprobs`; so is `topk_logprobs`."""
+    topk_logprobs: Ragged[A] = _TOPK_LOGPROBS
+    kept_counts: Ragged[A] = _KEPT_COUNTS
+    """With `Sampling.kept`; so is `kept_ids`."""
+    kept_ids: Ragged[A] = _KEPT_IDS
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -243,6 +271,10 @@ class Scores(ColumnBatch[A]):
     entropy: Ragged[A] = column("[B, R]", "float32", _POLICY, "ppo.ledger_writer", "of the same policy, nats")
     own_route_logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "the same, with its own routes")
     """Only where `logprobs` are of replayed ones."""
+    kept_mass: Ragged[A] = column(
+        "[B, R]", "float32", _POLICY, f"{_EXPERIENCE}, ppo.ledger_writer", "the policy's probability of the kept set"
+    )
+    """Only where sets are kept, of which all log-probabilities then are."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
     teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
@@ -264,6 +296,10 @@ class Scores(ColumnBatch[A]):
         return scores
 
 
+REPLAYED = ("route_ids", "kept_counts", "kept_ids")
+"""Columns of a rollout that say how its tokens were sampled; the policy's passes follow them."""
+OF_KEPT_SETS = ("kept_counts", "kept_ids")
+"""Those of them that the reference follows, too."""
 KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, TaughtBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
 
 

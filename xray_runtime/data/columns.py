@@ -3,6 +3,7 @@ optimizer step.
 
     B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
     H  size of a hidden state                     L  layers with experts       K  experts of a token in a layer
+    k  likeliest tokens in a place
 
 A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
 objective receives the tokens of a micro-batch as one flat axis: [B, R] as [R of all rows].
@@ -48,6 +49,10 @@ LEDGER = (
     listed("teacher_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above; absent without a teacher"),
     listed("route_ids", "[B, T, L·K]", "uint8, uint16", _WRITER, _PAGES, "as above; with `routing: replay`"),
     listed("route_weights", "[B, T, L·K]", "float", _WRITER, _PAGES, "as above; with `routing: replay`"),
+    listed("topk_ids", "[B, R, k]", "int32", _WRITER, _PAGES, "as above; where a loss reads them"),
+    listed("topk_logprobs", "[B, R, k]", "float", _WRITER, _PAGES, "as above; where a loss reads them"),
+    listed("kept_ids", "[B, R, …]", "int32", _WRITER, _PAGES, "as above, by place; with top-p, top-k or min-p"),
+    listed("kept_mass", "[B, R]", "float", _WRITER, _PAGES, "as above; where the policy scores the rollout"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
     listed("seat", "[B]", "string", _WRITER, _PAGES, "of games of several"),

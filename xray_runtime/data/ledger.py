@@ -28,10 +28,17 @@ from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
-NUMBERS = ("rollout_logprobs", "logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "advantages", "weights")
+NUMBERS = (
+    *("rollout_logprobs", "logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "kept_mass"),
+    *("advantages", "weights"),
+)
 """List columns: token ids, and numbers per token of the reply."""
 ROUTES = ("route_ids", "route_weights")
 """List columns of prompt and reply, whose items are lists too: one for each expert of a token, layer by layer."""
+TOP = ("topk_ids", "topk_logprobs")
+KEPT = "kept_ids"
+NESTED = (*ROUTES, *TOP, KEPT)
+"""List columns whose items are lists: with `TOP` one for each likeliest token, with `KEPT` for each of the kept set."""
 ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
@@ -123,6 +130,14 @@ def lists_of_lists(column: Ragged) -> pa.Array:
     return pa.ListArray.from_arrays(
         column.offsets.astype(np.int32), items, pa.list_(pa.field("item", items.type, nullable=False))
     )
+
+
+def lists_of_sets(column: Ragged, counts: Ragged) -> pa.Array:
+    """The items of each place, `counts` of them, as a list each."""
+    ends = np.cumsum([0, *counts.values], dtype=np.int64)
+    items = lists(Ragged(column.values, ends), pa.from_numpy_dtype(column.values.dtype))
+    item = pa.field("item", items.type, nullable=False)
+    return pa.ListArray.from_arrays(counts.offsets.astype(np.int32), items, pa.list_(item))
 
 
 def sources_of(table: pa.Table) -> list[str]:

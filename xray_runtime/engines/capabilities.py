@@ -107,5 +107,8 @@ class GeneratorCapabilities:
     """Prompts may have pictures."""
     routes: tuple[Literal["cpu", "cuda"], ...] = ()
     """The devices on which it says which experts it chose for each token, in which order and with which weights."""
+    top_logprobs: int = 0
+    """Most of the likeliest tokens at each place that it reports, with their log-probabilities in the distribution that
+    it samples from."""
     memory_pool: bool = False
     """It has an allocator for GPU memory that can be moved to the host and back, which trained models use as well."""

@@ -17,6 +17,7 @@ from xray_runtime.engines.generator import generator
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.sync.versioned import VersionedWeights
+from xray_runtime.engines.top_tokens import top_columns
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.adapter_files import adapter_files
 from xray_runtime.models.lora import LoRAConfig
@@ -106,7 +107,12 @@ class Generation:
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),
         )
-        return answer.with_columns(**_route_columns(prompts, replies)) if sampling.routes else answer
+        if sampling.routes:
+            answer = answer.with_columns(**_route_columns(prompts, replies))
+        if sampling.reported:
+            given = [reply.top for reply in replies], answer.response_ids.lengths.tolist(), sampling.reported
+            answer = answer.with_columns(**top_columns(*given, sampling.top_logprobs, kept=sampling.kept))
+        return answer
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Tokenizer) -> Reply | None:

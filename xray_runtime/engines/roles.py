@@ -48,6 +48,8 @@ class ModelRole:
     """Rollouts of a sampled model that the stage keeps in its checkpoint."""
     keeps_routes: bool = False
     """Whether the experts of each token are kept with them."""
+    kept_top_tokens: int = 0
+    """How many of the likeliest tokens at each place are kept with them."""
     scores_tokens: bool = True
     """True if it computes logits; a critic or reward model computes one number instead."""
     trainable_layers: int | None = None

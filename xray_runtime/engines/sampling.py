@@ -16,13 +16,14 @@ temperatures each library uses its own random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from xray_runtime.data.routes import Routes
-from xray_runtime.engines.sampling_config import SamplingConfig
+from xray_runtime.engines.sampling_config import MOST_REPORTED, SamplingConfig
 from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.engines.top_tokens import TopTokens
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,25 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    cached: bool = True
+    """False: no prefix is taken from a cache, whose states may have been computed token by token, in other bits."""
     routes: bool = False
     """Replies come with the experts that were chosen for each token; with `capabilities.routes`. No prefix is then
     taken from a cache, since the experts of its tokens are not known."""
+    top_logprobs: int = 0
+    """Replies come with so many of the likeliest tokens at each place; with `capabilities.top_logprobs`."""
+    kept: bool = False
+    """Replies come with the tokens that `top_k`, which must be set, `top_p` and `min_p` left at each place."""
+
+    @property
+    def reported(self) -> int:
+        """How many of the likeliest tokens at each place engines report; 0: none."""
+        of_kept = min(2 * self.top_k, MOST_REPORTED) if self.kept and self.top_k is not None else 0
+        return max(self.top_logprobs, of_kept)
+
+    def bare(self) -> Sampling:
+        """The same for replies without what training needs to know of them."""
+        return replace(self, routes=False, top_logprobs=0, kept=False)
 
     @classmethod
     def of(cls, config: SamplingConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
@@ -56,12 +73,13 @@ class Reply:
     logprobs: list[float]
     routes: Routes | None = None
     """Those of prompt and reply."""
+    top: TopTokens | None = None
 
     def first(self, count: int) -> Reply:
         """The reply up to its token `count`."""
         left_out = len(self.token_ids) - count
         routes = self.routes and self.routes.first(len(self.routes.ids) - left_out)
-        return Reply(self.token_ids[:count], self.logprobs[:count], routes)
+        return Reply(self.token_ids[:count], self.logprobs[:count], routes, self.top and self.top.first(count))
 
     def ended(self, sampling: Sampling) -> bool:
         """Whether it ended with a stop token."""

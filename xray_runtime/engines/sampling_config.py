@@ -8,6 +8,12 @@ from pydantic import Field
 
 from xray_runtime.kernel.config.section import Count, Positive, Section
 
+LARGEST_SET = 128
+"""Most tokens that are left to sample from where the set is recorded, but for equals of the last one."""
+MOST_REPORTED = 2 * LARGEST_SET
+"""Most tokens that an engine reports at each place of a reply. More than a kept set: logits that equal its last are
+kept, too."""
+
 Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
 
@@ -28,7 +34,3 @@ class SamplingConfig(Section):
     al. 2019)."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
-
-
-BIASING = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that make the sampling distribution differ from the one of the log-probabilities."""

@@ -273,20 +273,16 @@ class HeadedLM(nn.Module):
             part.config.layer_types = self.lm.config.layer_types[first : first + len(layers)]
         return part
 
-    def logprobs(
-        self, hidden: States, targets: Tensor, temperature: float, kept: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probabilities of targets [N] or [N, k], entropy [N]) after hidden states [N, H]; logits are not kept.
-        `kept` as in `logprobs_and_entropy`."""
+    def logprobs(self, hidden: States, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probabilities of targets [N] or [N, k], entropy [N]) after hidden states [N, H]; logits are not kept."""
         chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.get_text_config().vocab_size
 
-        def compute(own: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-            ids, *sets = given
+        def compute(own: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             return self.in_chunks(
-                lambda logits, states: chunked(logits, states, ids, temperature, *sets, vocab_size=vocab_size), own
+                lambda logits, states: chunked(logits, states, ids, temperature, vocab_size=vocab_size), own
             )
 
-        return each_where_it_is(compute, hidden, targets, *([] if kept is None else [kept]))
+        return each_where_it_is(compute, hidden, targets)
 
     def in_chunks(self, compute: Callable[[Callable[[Tensor], Tensor], Tensor], T], hidden: Tensor) -> T:
         """`compute(logits of states, hidden)`, which calls the output layer on parts of `hidden` [N, H]; its logits are

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from xray_runtime.algorithms.logprobs import NO_LOGPROB, within_kept
 from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import Branch, HeadedLM
@@ -207,10 +208,52 @@ def response_positions(rows: Texts) -> Tensor:
     return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
 
 
+class Predictions(NamedTuple):
+    """A model's answer for response tokens; where the rows have kept sets, by the distributions on these."""
+
+    logprobs: Tensor
+    """[R]."""
+    entropy: Tensor
+    """[R]."""
+    of_candidates: Tensor | None
+    """[R, k]; `NO_LOGPROB` where there is no candidate."""
+    kept_mass: Tensor | None
+    """Probability of the kept set [R]."""
+
+
 def response_logprobs(module: HeadedLM, hidden: States, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logprobs [R], entropy [R]) of the response tokens: logits are computed at their positions alone."""
+    """(logprobs [R], entropy [R]) of the response tokens; see `response_predictions`."""
+    return response_predictions(module, hidden, rows, temperature)[:2]
+
+
+def response_predictions(
+    module: HeadedLM, hidden: States, rows: Texts, temperature: float, candidates: Tensor | None = None
+) -> Predictions:
+    """Log-probabilities of the response tokens, and of `candidates` [R, k] in their places (−1: none). Logits are
+    computed at their positions alone."""
     at = response_positions(rows)
-    return module.logprobs(hidden[at - 1], rows.input_ids.values[at], temperature)
+    given, targets = hidden[at - 1], rows.input_ids.values[at]
+    if candidates is None and "kept_ids" not in rows:
+        return Predictions(*module.logprobs(given, targets, temperature), None, None)
+    wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates.clamp(min=0)], 1)
+    mass = None
+    if "kept_ids" in rows:
+        kept, there = _kept_sets(rows)
+        whole, _ = module.logprobs(given, torch.cat([wanted, kept], 1), temperature)
+        logprobs, entropy, log_mass = within_kept(*whole.split([wanted.shape[1], kept.shape[1]], 1), there)
+        mass = log_mass.exp()
+    else:
+        logprobs, entropy = module.logprobs(given, wanted, temperature)
+    found = None if candidates is None else logprobs[:, 1:].masked_fill(candidates < 0, NO_LOGPROB)
+    return Predictions(logprobs[:, 0], entropy, found, mass)
+
+
+def _kept_sets(rows: Texts) -> tuple[Tensor, Tensor]:
+    """(ids [R, m] of the kept set at each response token, which of them there are [R, m])."""
+    counts = rows.kept_counts.values
+    there = torch.arange(int(counts.max()) if len(counts) else 0, device=counts.device) < counts[:, None]
+    ids = torch.zeros_like(there, dtype=torch.int64)
+    return ids.masked_scatter(there, rows.kept_ids.values.long()), there
 
 
 def of_responses(flat: Tensor, rows: Texts) -> Ragged[Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from xray_runtime.algorithms.logprobs import NO_LOGPROB, chunked_logprobs_and_entropy, logprobs_and_entropy
+from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy, logprobs_and_entropy, within_kept
 
 
 def test_by_hand() -> None:
@@ -230,7 +230,7 @@ def test_chunks_are_at_the_temperature_of_the_whole() -> None:
 
 CANDIDATES = torch.tensor([[2, 0, 2], [1, 6, 0], [3, 3, 3], [5, 4, 1], [0, 1, 2]])
 KEPT = torch.tensor([[2, 0, 3], [1, 6, 6], [3, 3, 3], [5, 4, 1], [6, 5, 4]])
-"""Ids, some of them twice. Row 1 keeps 1 and 6, and 0 is a candidate that cannot be; row 2 keeps one token."""
+"""Ids, some of them twice."""
 
 
 def random_logits() -> torch.Tensor:
@@ -253,37 +253,43 @@ def test_candidates_are_gathered_with_their_gradients() -> None:
     )
 
 
+def in_kept_sets(
+    logits: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor, there: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    whole, _ = logprobs_and_entropy(logits, torch.cat([ids, kept], 1), 0.7)
+    return within_kept(whole[:, : ids.shape[1]], whole[:, ids.shape[1] :], there)
+
+
 def test_a_kept_set_by_hand() -> None:
     # p = (1, 2, 5) / 8, of which tokens 0 and 1 are kept: (1, 2) / 3, H = ln 3 − (2/3) ln 2 = 0.6365142.
     logits = torch.tensor([[0.0, math.log(2), math.log(5)]], requires_grad=True)
-    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0, 1, 2]]), kept=torch.tensor([[1, 0]]))
-    torch.testing.assert_close(logprobs[0, :2], torch.tensor([math.log(1 / 3), math.log(2 / 3)]), rtol=0, atol=1e-6)
-    assert logprobs[0, 2].item() == pytest.approx(NO_LOGPROB)
+    kept, there = torch.tensor([[1, 0, 0]]), torch.tensor([[True, True, False]])
+    whole, _ = logprobs_and_entropy(logits, torch.cat([torch.tensor([[0, 1]]), kept], 1))
+    logprobs, entropy, log_mass = within_kept(whole[:, :2], whole[:, 2:], there)
+    torch.testing.assert_close(logprobs, torch.tensor([[1 / 3, 2 / 3]]).log(), rtol=0, atol=1e-6)
     assert entropy.item() == pytest.approx(0.6365142, abs=1e-6)
-    # Of token 0: (1 − 1/3, −2/3, 0); of the one that cannot be none.
-    (logprobs[0, 0] + 0 * logprobs[0, 2]).backward()
+    assert log_mass.exp().item() == pytest.approx(3 / 8, abs=1e-6)
+    # Of token 0: (1 − 1/3, −2/3), and 0 of the token that cannot be.
+    logprobs[0, 0].backward()
     torch.testing.assert_close(logits.grad, torch.tensor([[2 / 3, -2 / 3, 0.0]]), rtol=0, atol=1e-6)
 
 
-def test_a_kept_set_agrees_with_its_own_softmax() -> None:
-    base = random_logits()
-    logprobs, entropy = logprobs_and_entropy(base, KEPT, 0.7, KEPT)
+def test_a_kept_set_has_the_distribution_of_its_own_logits() -> None:
+    logits, there = random_logits(), torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]).bool()
+    logprobs, entropy, log_mass = in_kept_sets(logits, KEPT[:, :1], KEPT, there)
     for row, ids in enumerate(KEPT):
-        kept = ids.unique()
-        alone = torch.distributions.Categorical(logits=base[row, kept] / 0.7)
-        places = [kept.tolist().index(i) for i in ids.tolist()]
-        torch.testing.assert_close(logprobs[row], alone.log_prob(torch.tensor(places)), rtol=1e-12, atol=1e-12)
+        kept = ids[there[row]]
+        alone = torch.distributions.Categorical(logits=logits[row, kept] / 0.7)
+        torch.testing.assert_close(logprobs[row, 0], alone.log_prob(torch.tensor(0)), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(entropy[row], alone.entropy(), rtol=1e-12, atol=1e-12)
-    chosen = KEPT[:, :2]
-    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, chosen, 0.7, KEPT), (base.requires_grad_(),))
-    everything = torch.arange(7).expand(5, 7)
-    torch.testing.assert_close(
-        logprobs_and_entropy(base, CANDIDATES, kept=everything), logprobs_and_entropy(base, CANDIDATES), rtol=0, atol=0
-    )
+        mass = torch.softmax(logits[row] / 0.7, -1)[kept].sum()
+        torch.testing.assert_close(log_mass[row].exp(), mass, rtol=1e-12, atol=1e-12)
+    first = KEPT[:, :1]
+    assert torch.autograd.gradcheck(lambda z: in_kept_sets(z, first, KEPT, there), (logits.requires_grad_(),))
 
 
 @pytest.mark.parametrize("max_logits", [1000, 80, 40])
-def test_chunks_of_candidates_and_kept_sets(max_logits: int) -> None:
+def test_chunks_of_candidates(max_logits: int) -> None:
     layer, hidden = torch.nn.Linear(5, 40, dtype=torch.float64), torch.eye(5).double()
-    found = chunked_logprobs_and_entropy(layer, hidden, KEPT, 0.7, KEPT, vocab_size=40, max_logits=max_logits)
-    torch.testing.assert_close(found, logprobs_and_entropy(layer(hidden), KEPT, 0.7, KEPT), rtol=1e-12, atol=1e-12)
+    found = chunked_logprobs_and_entropy(layer, hidden, KEPT, 0.7, vocab_size=40, max_logits=max_logits)
+    torch.testing.assert_close(found, logprobs_and_entropy(layer(hidden), KEPT, 0.7), rtol=1e-12, atol=1e-12)

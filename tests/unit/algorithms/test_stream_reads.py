@@ -18,7 +18,6 @@ NONE = torch.zeros(1)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("topk_ids", "topk_ids is not allowed: it needs generators that return the sampler's top-k, which none does"),
         (
             "ref_logprobs",
             "ref_logprobs was not read when the function was tried, so it is not there: read it in every call",

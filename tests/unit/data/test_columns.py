@@ -70,8 +70,8 @@ def test_numbers_of_a_step_are_the_fields_of_its_classes() -> None:
         assert len({column.name for column in columns}) == len(columns)
 
 
-ROUTES = {"route_ids", "route_weights"}
-"""Of policies that replay them alone: `methods.ppo.test_routed_loop`."""
+OF_SAMPLING = {"route_ids", "route_weights", "topk_ids", "topk_logprobs", "kept_counts", "kept_ids", "kept_mass"}
+"""Where something reads them alone: `methods.ppo.test_routed_loop` and `test_top_tokens_loop`."""
 DTYPES = {**{name: name for name in ("int64", "int32", "float32", "float64", "bool")}, "str": "object"}
 TOKENS = {"T": lambda of: of.input_ids.lengths, "R": lambda of: of.response_ids.lengths}
 TOKENS["P"] = lambda of: of.prompt_ids.lengths
@@ -160,7 +160,7 @@ def test_a_loop_makes_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: li
     attempt(inputs, tmp_path / "out", World(), model=Checked, lag=1, iterations=3, critic=critic, kl={"place": "loss"})
     assert len(made) == 3
     for rollout in made:
-        assert check(rollout) == {*ReplyBatch.declared(), "seed", "version", "prompt"} - ROUTES
+        assert check(rollout) == {*ReplyBatch.declared(), "seed", "version", "prompt"} - OF_SAMPLING
         np.testing.assert_array_equal(rollout.rollout_logprobs.offsets, rollout.response_ids.offsets)
     names = check_ledger(tmp_path / "out", {"rewards.0"})
     assert {"score/SOURCE", "advantages", "times_trained"} <= names
@@ -175,7 +175,7 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     attempt(inputs, tmp_path / "out", World(), model=Checked, kept=tmp_path, **fields)
     [rollout] = made
     assert rollout.are_episodes
-    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs", "token_versions", "group"} | ROUTES
+    elsewhere = {"branches", "ran_again", "seat", "teacher_logprobs", "token_versions", "group"} | OF_SAMPLING
     assert check(rollout) == set(Rollout.declared()) - elsewhere
     for name, column in Rollout.declared().items():
         if column.shape == "[B, R]" and name in rollout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,19 @@ def rows_of(objective: Objective) -> TextBatch:
         rejected, of_pairs = TextBatch.of(PROMPTS, REJECTED).input_ids, noise[:2, :7] - 9
         return rows.as_kind(PairBatch, rejected_ids=rejected, ref_chosen=of_pairs[0], ref_rejected=of_pairs[1])
     columns = zip(names, noise, strict=True)
-    return rows.as_kind(PolicyBatch, **{n: Ragged(column - 4.8 * ("log" in n), offsets) for n, column in columns})
+    made = rows.as_kind(PolicyBatch, **{n: Ragged(column - 4.8 * ("log" in n), offsets) for n, column in columns})
+    if not isinstance(objective, PPOObjective) or not objective.config.score_centering:
+        return made
+    likely = 20 + np.arange(3 * offsets[-1]).reshape(-1, 3) % 50
+    tokens = zip(chain(*REPLIES), likely.tolist(), strict=True)
+    sets = [sorted({token, *ids[: 1 + ids[0] % 3]}) for token, ids in tokens]
+    by_row = np.split(np.array([len(ids) for ids in sets], np.int32), offsets[1:-1])
+    return made.with_columns(
+        topk_ids=Ragged(np.where(likely % 3 < 2, likely, -1).astype(np.int32), offsets),
+        topk_logprobs=Ragged(np.log([0.4, 0.3, 0.1]) + np.zeros_like(likely), offsets),
+        kept_counts=Ragged.of(by_row, np.int32),
+        kept_ids=Ragged(np.concatenate(sets).astype(np.int32), np.cumsum([0, *map(sum, by_row)])),
+    )
 
 
 def outcome(
@@ -92,6 +105,7 @@ def assert_equal_outcomes(
 
 OBJECTIVES: dict[str, Callable[[], Objective]] = {
     "policy": lambda: PPOObjective(PPOStageConfig(entropy_coef=0.1, kl={"place": "loss"})),
+    "centred": lambda: PPOObjective(PPOStageConfig(score_centering=True, top_p=0.9, entropy_coef=0.1)),
     "critic": lambda: CriticObjective(PPOStageConfig()),
     "pairs": lambda: DPOObjective(DPOConfig()),
     "reward": RewardObjective,

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from benchmarks.family_recipes import OMIT, RECIPES, SIZES
 from tests.message_texts import Messages
 from tests.unit.conftest import TINY
 from tests.unit.models.families import model
 from xray_runtime.kernel.graph.artifacts import ADAPTER
-from xray_runtime.models.adapter_files import keep_adapter, read_fields, write_adapter
-from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.adapter_files import keep_adapter, read_fields, with_adapter, write_adapter
+from xray_runtime.models.adapters import Adapters, adapted_layers
 from xray_runtime.models.causal_lm import fresh_llama, load_model, read_pretrained, save_model
 from xray_runtime.models.config import PretrainedBase, named_base
 from xray_runtime.models.continued import continues
@@ -369,3 +371,24 @@ def test_an_adapter_without_its_base_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sft-1").mkdir()
     assert PretrainedBase(model=str(checkpoint)) == PretrainedBase(model=str(checkpoint / ADAPTER))
     assert PretrainedBase(model=str(checkpoint)).model == str(tmp_path / "sft-1")
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1", "hunyuan_v1_moe"])
+def test_layers_whose_weights_a_model_reads_itself_get_none(tmp_path: Path, family: str, tiny_tokenizer: Any) -> None:
+    """What is adapted learns, and of Mamba peft reads it: neither routers nor what Mamba's scan reads."""
+    fields = {name: value for name, value in (SIZES | RECIPES[family]).items() if value is not OMIT}
+    config = transformers.AutoConfig.for_model(family, vocab_size=320, **fields)
+    save_model(transformers.AutoModelForCausalLM.from_config(config), tiny_tokenizer, tmp_path / "base")
+    lm: Any = load_model(tmp_path / "base")
+    lora = LoRAConfig(rank=2)
+    adapters = Adapters(lm, lora, tmp_path / "base", seed=0)
+    names = {name.rpartition(".")[2] for name in adapters.layers}
+    assert not names & {"out_proj", "dt_proj", "x_proj", "wg"}
+    module = HeadedLM(lm, adapters=adapters)
+    module.hidden(*TEXTS).pow(3).sum().backward()
+    assert all(layer.lora_B.weight.grad.abs().sum() > 0 for layer in adapters.layers.values())
+    if family != "hunyuan_v1_moe":  # beside experts peft takes the shared expert's layers for theirs
+        write_adapter(tmp_path / "adapter", lora, dict(adapters.unmerged(lambda name, parameter: parameter.data)))
+        with_adapter(load_model(tmp_path / "base"), tmp_path / "adapter", "adapter", tmp_path / "base")
+        with pytest.raises(ValueError, match="is read by the state-space layer"):
+            adapted_layers(load_model(tmp_path / "base"), LoRAConfig(target_modules=["out_proj"]))

@@ -35,6 +35,7 @@ from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.models.objectives import (
     Objective,
+    Predictions,
     ReferenceObjective,
     SFTObjective,
     by_row,
@@ -199,7 +200,8 @@ def test_losses_and_their_means_by_hand(
     """Replies of one and of three tokens, A = 1 and −1, log-probabilities and ratios as in the test."""
     logprobs, moved = torch.tensor([-1.0, -1, -2, -0.5]).double(), torch.tensor([0.2, 0.1, -0.2, 0.4]).double()
     monkeypatch.setattr(
-        "xray_runtime.methods.ppo.objectives.response_logprobs", lambda *_: (logprobs, torch.zeros_like(logprobs))
+        "xray_runtime.methods.ppo.objectives.response_predictions",
+        lambda *_: Predictions(logprobs, torch.zeros_like(logprobs), None, None),
     )
     rows = as_rows([([5], [6]), ([5, 6], [7, 8, 9])])
     rows |= {"old_logprobs": logprobs - moved, "advantages": torch.tensor([1.0, -1, -1, -1]).double()}

@@ -141,6 +141,9 @@ def test_disk_by_hand() -> None:
         "ledger": 10 * 512 * 2048 * 24,
     }
     assert disk_bytes(replace(BASE, roles=BASE.roles[3:4])) == {}
+    # With 20 likeliest tokens at each place 20 × 8 bytes more.
+    top = replace(BASE, roles=(*BASE.roles[:-1], replace(generator, kept_top_tokens=20)))
+    assert disk_bytes(top)["ledger"] == 10 * 512 * 2048 * (24 + 20 * 8)
     # With routes, 48 layers × 8 experts × 5 bytes a token more.
     mixture = replace(generator, shape=from_pretrained(PretrainedBase(model="Qwen/Qwen3-30B-A3B")), keeps_routes=True)
     routed = disk_bytes(replace(BASE, roles=(*BASE.roles[:-1], mixture)))

@@ -31,6 +31,7 @@ from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.engines.sampling_config import LARGEST_SET
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.episode_source import (
     EpisodeSampler,
@@ -189,9 +190,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     moments, moving, skipped = RunningMoments(), MovingMeans(), SkippedSteps()
     monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
-    stop, padding = tuple(config.stop), tokenizer.pad_token_id
-    routes = config.routing == "replay"
-    sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop, routes=routes)
+    sampling = _sampling(config, functions, stops, tokenizer.pad_token_id)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
     limit = max(prompts.room, validation.room)
     teachers = None if config.distillation is None else Teachers(stage, tokenizer, prompts)
@@ -234,6 +233,23 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             ledger=ledger,
             state=Resumable(recorder, trained_models(models), keep_files, **state),
         )
+
+
+def _sampling(config: PPOConfig, functions: Functions, stops: tuple[int, ...], padding: int) -> Sampling:
+    """How replies to learn from are sampled, and what comes with them."""
+    return Sampling(
+        config.max_new_tokens,
+        config.temperature,
+        stops,
+        padding,
+        stop=tuple(config.stop),
+        top_p=config.top_p,
+        top_k=config.top_k or (LARGEST_SET if config.cuts else None),
+        min_p=config.min_p,
+        routes=config.routing == "replay",
+        top_logprobs=config.top_logprobs if config.score_centering or functions.read_top else 0,
+        kept=bool(config.cuts),
+    )
 
 
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:

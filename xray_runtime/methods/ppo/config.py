@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
-from xray_runtime.engines.sampling_config import BIASING, Stop
+from xray_runtime.engines.sampling_config import Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_trained_part
 from xray_runtime.kernel.config.section import (
     Count,
@@ -23,13 +23,21 @@ from xray_runtime.kernel.config.sources import BuiltInOrFunction, is_function
 from xray_runtime.methods.common.environment import AnyEnvironment
 from xray_runtime.methods.common.mismatch import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.methods.ppo.adapter_sync import AdapterSync, check_served, check_transfer
-from xray_runtime.methods.ppo.config_checks import check_awake, check_correction, check_environment, check_sources
+from xray_runtime.methods.ppo.config_checks import (
+    check_awake,
+    check_correction,
+    check_cuts,
+    check_environment,
+    check_reported,
+    check_sources,
+)
 from xray_runtime.methods.ppo.curriculum_config import CurriculumConfig, check_order
 from xray_runtime.methods.ppo.distillation_config import DistillationConfig
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.methods.ppo.preset import PRESETS, Preset
 from xray_runtime.methods.ppo.published import Method, with_method
 from xray_runtime.methods.ppo.routing import RoutingName, check_routing, check_routing_device
+from xray_runtime.methods.ppo.sampled_tokens import SampledTokensConfig
 from xray_runtime.methods.ppo.watch import WatchConfig
 from xray_runtime.rewards.config import JudgingConfig, RewardTerm
 from xray_runtime.rewards.term import Term
@@ -71,7 +79,7 @@ class ValidationConfig(ValidationSchedule):
     num_prompts: Annotated[int, Field(ge=2)] = 128
 
 
-class PPOStageConfig(TrainingConfig):
+class PPOStageConfig(SampledTokensConfig, TrainingConfig):
     """One stage of policy-gradient training; each starts from the previous stage's checkpoint."""
 
     method: Method = "ppo"
@@ -172,16 +180,6 @@ class PPOStageConfig(TrainingConfig):
     """Peak learning rate of a separate critic."""
     critic_engine: EngineConfig | None = None
     """Training engine of a separate critic; None: like the policy's."""
-    importance_correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
-    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it or below
-    `importance_floor`, `none` ignores the difference. It must be `none` where the loss reads `rollout_logprobs` instead
-    of `old_logprobs`, which corrects by itself."""
-    importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
-    importance_floor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """With `mask`: tokens with a smaller weight are dropped."""
-    importance_level: Literal["token", "reply"] = "token"
-    """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
     max_mismatch: Positive | None = None
     """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
@@ -226,12 +224,6 @@ class PPOStageConfig(TrainingConfig):
     def _defaults_of_the_method(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for field in BIASING:
-            if field in given:
-                raise ValueError(
-                    f"{field} = {given[field]!r} is not allowed: ratios use log-probabilities over the whole "
-                    "vocabulary, and replies sampled from part of it would bias them; change temperature instead"
-                )
         if given.get("environment") is not None:
             of_episodes = {"reward_scaling": "none", "reward_clip": None, "overlong_buffer": None, "gae_lambda": 1.0}
             given = {**of_episodes, **given}
@@ -328,6 +320,9 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         check_served(self.adapter_sync, self.lora, self.generator)
         check_routing(self.routing, self.engine, self.generator, self.environment, self.trainable_layers)
         check_one_row_each(self.frozen, "prompts_per_iteration × samples_per_prompt", self.rollout_size, "frozen")
+        check_cuts(self)
+        if self.score_centering:
+            check_reported(self, "score_centering = True", self.top_logprobs)
         return self
 
     def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.engines.layouts import GENERATORS
+from xray_runtime.engines.sampling_config import LARGEST_SET
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
 
@@ -24,6 +27,16 @@ def check_correction(config: Any, anchored: bool) -> None:
             f"importance_correction = {mode!r} must be 'none' with loss = {config.loss!r}, which reads "
             "rollout_logprobs instead of old_logprobs and so corrects for the sampler itself"
         )
+    if config.score_centering and anchored:
+        raise ValueError(
+            f"score_centering = True must be False with loss = {config.loss!r}, which weights each token by the "
+            "policy's ratio to the sampler: that leaves nothing to center"
+        )
+    if config.score_centering and config.importance_level != "token":
+        raise ValueError(
+            f"score_centering = True must be False with importance_level = {config.importance_level!r}: the weight of "
+            "a token would be that of a whole reply"
+        )
     if lag and not anchored and mode == "none":
         raise ValueError(
             f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {lag}: replies come from the "
@@ -33,6 +46,30 @@ def check_correction(config: Any, anchored: bool) -> None:
         raise ValueError(
             f"importance_floor = {floor} must be 0 with importance_correction = {mode!r}: only 'mask' drops tokens"
         )
+
+
+def check_cuts(config: Any) -> None:
+    """Raises ValueError if a `PPOConfig` cannot sample from a part of the vocabulary."""
+    if config.cuts and config.distillation is not None:
+        why = "a teacher's log-probabilities are those in the whole vocabulary"
+        raise ValueError(unsupported(config.cuts, "distillation", why=why))
+    check_reported(config, config.cuts, LARGEST_SET)
+
+
+def check_reported(config: Any, feature: str, count: int) -> None:
+    """Raises ValueError if the generator of a `PPOConfig` does not report `count` of the likeliest tokens at each
+    place, which `feature` needs; empty: there is none."""
+    if not feature:
+        return
+    if config.environment is not None:
+        why = "the tokens of a turn are kept without the others that could have been"
+        raise ValueError(unsupported(feature, "environment", why=why))
+    if config.in_flight_updates:
+        why = "they are reported for whole replies of one policy"
+        raise ValueError(unsupported(feature, "in_flight_updates = True", why=why))
+    if config.generator.capabilities.top_logprobs < count:
+        where = f"generator.engine = {config.generator.engine!r}"
+        raise ValueError(unsupported(feature, where, able(GENERATORS, "top_logprobs")))
 
 
 def check_sources(config: Any) -> None:

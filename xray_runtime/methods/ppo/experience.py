@@ -26,7 +26,7 @@ from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import MovingMeans, lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.algorithms.streams import COLUMN
-from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
+from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.seeding import derive_seed
@@ -106,11 +106,12 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         **_read_by_loss(config, functions, rollout, scores, streams),
-        **rollout.pick("response_mask", "branches", "route_ids"),
+        **rollout.pick("response_mask", "branches", *REPLAYED),
     )
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(scores, mask)
+    metrics |= _kept_metrics(scores)
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
     return Experience(rows, int(mask.sum()), metrics.get("kl/reference_k1", 0.0), metrics)
 
@@ -181,6 +182,8 @@ def _read_by_loss(
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or config.kl.place == "loss":
         found["ref_logprobs"] = scores.ref_logprobs
+    if config.score_centering or functions.read_top:
+        found |= rollout.pick("topk_ids", "topk_logprobs")
     if "teacher_logprobs" in read:
         found["teacher_logprobs"] = scores.teacher_logprobs
     for name in {"turns", "versions", "chosen"} & read:
@@ -248,6 +251,10 @@ def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
         kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
         found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
     return found
+
+
+def _kept_metrics(scores: Scores) -> dict[str, float]:
+    return {"rollout/kept_mass": float(scores.kept_mass.values.mean())} if "kept_mass" in scores else {}
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:

@@ -13,10 +13,10 @@ from xray_runtime.algorithms.checking import advantage_reads, check_advantages, 
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator
 from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss
 from xray_runtime.algorithms.rewards import MovingMeans, lowest_where_cut
-from xray_runtime.algorithms.streams import COLUMN, StreamError
+from xray_runtime.algorithms.streams import COLUMN, TOPK, StreamError
 from xray_runtime.data.gold import import_function
 from xray_runtime.kernel.config.sources import is_function
-from xray_runtime.methods.ppo.config_checks import check_correction
+from xray_runtime.methods.ppo.config_checks import check_correction, check_reported
 from xray_runtime.methods.ppo.preset import PRESETS
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class Functions:
         """Whether they read columns of the dataset."""
         return any(name.startswith(COLUMN) for name in self.reads)
 
+    @property
+    def read_top(self) -> bool:
+        """Whether the loss reads the sampler's likeliest tokens."""
+        return not self.loss_reads.isdisjoint(TOPK)
+
     @staticmethod
     def of(
         config: PPOStageConfig, loss: PolicyLoss | None = None, advantages: AdvantageEstimator | None = None
@@ -99,7 +104,10 @@ class Functions:
         """Those of a stage, the user's own after `check_loss` and `check_advantages`. Raises ValueError as they."""
         config = stage.config
         loss = user_function(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
-        return Functions.of(config, loss, user_function(stage, "advantages", config.advantages, check_advantages))
+        made = Functions.of(config, loss, user_function(stage, "advantages", config.advantages, check_advantages))
+        if made.read_top:
+            check_reported(config, f"loss = {config.loss!r}, which reads the likeliest tokens,", config.top_logprobs)
+        return made
 
 
 def user_function(stage: Stage[PPOConfig, PPOInputs], field: str, name: str, check: Callable[[Any, str], None]) -> Any:

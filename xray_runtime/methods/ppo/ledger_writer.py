@@ -20,14 +20,18 @@ from xray_runtime.data.ledger import (
     ANSWERS,
     FAILURE,
     GOLD,
+    KEPT,
+    NESTED,
     NUMBERS,
     ROUTES,
     SCORE,
     TOKENS,
+    TOP,
     LedgerShard,
     iterations,
     lists,
     lists_of_lists,
+    lists_of_sets,
     read_shard,
     readable,
     shard_path,
@@ -138,7 +142,7 @@ class Ledger:
                 **_token_scores(scored.scores),
                 **_turns(rollout),
                 **_versions(rollout),
-                **_routes(rollout),
+                **_nested(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -155,10 +159,10 @@ class Ledger:
             # A reason may quote a reply.
             if name == ANSWERS or name.startswith(FAILURE):
                 continue
-            if name not in (*TOKENS, *NUMBERS, *ROUTES):
+            if name not in (*TOKENS, *NUMBERS, *NESTED):
                 columns[name] = table[name].combine_chunks()
                 continue
-            rows = [np.asarray(row.values.flatten() if name in ROUTES else row.values) for row in table[name]]
+            rows = [np.asarray(row.values.flatten() if name in NESTED else row.values) for row in table[name]]
             stem = name.removesuffix("_ids")
             digests = (hashlib.sha256((self._salt or b"") + name.encode() + row.tobytes()) for row in rows)
             columns[f"{stem}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
@@ -220,6 +224,13 @@ def _turns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _nested(rollout: Rollout) -> dict[str, pa.Array]:
+    """The columns of lists of lists, as far as the rollout has them; a token's experts of all layers are one list."""
+    found = rollout.pick(*ROUTES, *TOP).items()
+    columns = {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
+    return columns | ({KEPT: lists_of_sets(rollout.kept_ids, rollout.kept_counts)} if KEPT in rollout else {})
+
+
 def _versions(rollout: Rollout) -> dict[str, Any]:
     """The columns that only rollouts in flight have."""
     if "group" not in rollout:
@@ -229,14 +240,8 @@ def _versions(rollout: Rollout) -> dict[str, Any]:
 
 def _token_scores(scores: Scores) -> dict[str, pa.Array]:
     """The columns of the policy, the reference and the teacher, of those that scored the rollout."""
-    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs").items()
+    found = scores.pick("logprobs", "entropy", "ref_logprobs", "teacher_logprobs", "kept_mass").items()
     return {name: lists(column, pa.float32()) for name, column in found if isinstance(column, Ragged)}
-
-
-def _routes(rollout: Rollout) -> dict[str, pa.Array]:
-    """The columns that only rollouts with routes have, a token's experts of all layers in one list."""
-    found = rollout.pick(*ROUTES).items()
-    return {name: lists_of_lists(column) for name, column in found if isinstance(column, Ragged)}
 
 
 def _or_null(values: torch.Tensor) -> pa.Array:

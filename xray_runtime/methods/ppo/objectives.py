@@ -19,6 +19,8 @@ from xray_runtime.algorithms.losses import (
     token_loss,
     value_losses,
 )
+from xray_runtime.algorithms.score_centering import score_centering
+from xray_runtime.algorithms.streams import TOPK_POLICY_LOGPROBS
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.functions import built_in_loss
@@ -27,6 +29,7 @@ from xray_runtime.models.objectives import (
     Component,
     Forward,
     Objective,
+    Predictions,
     Tensors,
     Terms,
     Texts,
@@ -35,9 +38,9 @@ from xray_runtime.models.objectives import (
     of_responses,
     response_logprobs,
     response_positions,
+    response_predictions,
 )
 from xray_runtime.models.sequence_parallel import States
-from xray_runtime.models.teacher_objective import with_likeliest
 
 if TYPE_CHECKING:
     from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -45,8 +48,13 @@ if TYPE_CHECKING:
 
 OBSERVATIONS = "observations"
 """Count of a step's tokens that the policy read between its turns, and sum of their −log p."""
-BY_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions", "chosen")
+BY_TOKEN = (
+    *("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs", "turns", "versions", "chosen"),
+    *("topk_ids", "topk_logprobs"),
+)
 """Columns of single tokens that a policy loss may read."""
+CANDIDATES = ("topk_ids", "teacher_topk_ids")
+"""Columns of tokens whose log-probabilities are computed beside those of the replies' own."""
 
 
 class PolicyForward(Forward[PolicyBatch[Tensor]]):
@@ -57,25 +65,27 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         self._config = config
 
     @cached_property
-    def _predicted(self) -> tuple[Tensor, Tensor]:
-        if "teacher_topk_ids" not in self.rows:
-            return response_logprobs(self.module, self.hidden, self.rows, self._config.temperature)
-        others = self.rows.teacher_topk_ids.values
-        return with_likeliest(self.module, self.hidden, self.rows, others, self._config.temperature)
+    def _predicted(self) -> Predictions:
+        wanted = torch.cat([*self._candidates.values()], 1).long() if self._candidates else None
+        return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, wanted)
+
+    @property
+    def _candidates(self) -> dict[str, Tensor]:
+        return {name: ids.values for name, ids in self.rows.pick(*CANDIDATES).items() if isinstance(ids, Ragged)}
+
+    @cached_property
+    def of_candidates(self) -> dict[str, Tensor]:
+        """Name of one of `CANDIDATES` → log-probabilities of these tokens [R, k]."""
+        found, widths = self._predicted.of_candidates, [ids.shape[1] for ids in self._candidates.values()]
+        return {} if found is None else dict(zip(self._candidates, found.split(widths, 1), strict=True))
 
     @property
     def logprobs(self) -> Tensor:
-        found = self._predicted[0]
-        return found if found.dim() == 1 else found[:, 0]
-
-    @property
-    def of_likeliest(self) -> Tensor:
-        """Log-probabilities of the teacher's likeliest tokens [R, k]."""
-        return self._predicted[0][:, 1:]
+        return self._predicted.logprobs
 
     @property
     def entropy(self) -> Tensor:
-        return self._predicted[1]
+        return self._predicted.entropy
 
     @cached_property
     def values(self) -> Tensor:
@@ -104,7 +114,8 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
         by_token = {name: column.values for name, column in rows.pick(*BY_TOKEN).items() if isinstance(column, Ragged)}
         by_row = {"groups": rows.group} if "group" in rows else {}
         by_row |= {name: values for name, values in rows.others.items() if isinstance(values, Tensor)}
-        return by_token | {name: values[self.replies] for name, values in by_row.items()}
+        of_policy = {TOPK_POLICY_LOGPROBS: self.of_candidates["topk_ids"]} if "topk_ids" in rows else {}
+        return by_token | of_policy | {name: values[self.replies] for name, values in by_row.items()}
 
     @property
     def anchor(self) -> Tensor:
@@ -157,6 +168,17 @@ class PolicyGradient(PolicyComponent):
         )
         made = token_loss(self.own or built_in_loss(config.loss), inputs, config.loss)
         return Terms(made.loss, rows.weights.values * forward.share * mask, clip_sums(inputs, made))
+
+
+@dataclass(frozen=True)
+class ScoreCentering(PolicyComponent):
+    """A · C, which takes from the policy gradient what the sampler's mismatch alone would move."""
+
+    def terms(self, forward: PolicyForward, totals: StepTotals) -> Terms:
+        config, given = self.config, (forward.of_candidates["topk_ids"], forward.rows.topk_logprobs.values)
+        bounds = {"cap": config.importance_cap, "floor": config.importance_floor}
+        centering = score_centering(*given, mode=config.importance_correction, **bounds)
+        return Terms(forward.rows.advantages.values * centering, forward.share * forward.mask)
 
 
 @dataclass(frozen=True)
@@ -213,7 +235,8 @@ class TeacherDivergence(PolicyComponent):
         config, of_teacher = self.config.distillation, forward.rows.teacher_topk_logprobs.values
         assert config is not None
         assert config.beta is not None
-        found = generalized_jsd(forward.of_likeliest, of_teacher, config.beta, whole=config.top_k is None)
+        given = forward.of_candidates["teacher_topk_ids"], of_teacher, config.beta
+        found = generalized_jsd(*given, whole=config.top_k is None)
         return Terms(found, forward.share * forward.mask)
 
 
@@ -240,8 +263,8 @@ class PPOObjective(Objective[PolicyForward]):
     """The policy, with a value head when the critic shares its trunk.
 
     `score` gives `logprobs` and `entropy`, with a value head `values` and `final_values`, of a reference branch
-    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also
-    `own_route_logprobs`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
+    `ref_logprobs`, of each reward branch a number a row under its role; of rows with routes also `own_route_logprobs`,
+    with kept sets `kept_mass`. Rows whose last token was added for reward models alone say so in `added_ends` [B].
     """
 
     config: PPOStageConfig
@@ -251,6 +274,8 @@ class PPOObjective(Objective[PolicyForward]):
     def components(self, module: HeadedLM) -> Sequence[Component[PolicyForward]]:
         config = self.config
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
+        if config.score_centering:
+            parts.append(ScoreCentering(config))
         if config.kl.place == "loss":
             parts.append(KLToReference(config))
         if config.distillation is not None and config.distillation.beta is not None:
@@ -267,8 +292,10 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        logprobs, entropy = response_logprobs(module, hidden, rows, self.config.temperature)
+        predicted = response_predictions(module, hidden, rows, self.config.temperature)
         scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
+        if predicted.kept_mass is not None:
+            scores = scores.with_columns(kept_mass=of_responses(predicted.kept_mass, rows))
         if "route_ids" in rows:
             own = last_hidden(module, rows.with_columns(route_ids=None))
             own_logprobs, _ = response_logprobs(module, own, rows, self.config.temperature)
@@ -282,8 +309,8 @@ class PPOObjective(Objective[PolicyForward]):
                 scores = scores.with_columns(ref_logprobs=of_responses(ref_logprobs, rows))
             else:
                 by_role[branch.role] = branch.scalar(states[seen.input_ids.offsets[1:] - 1]).squeeze(-1)
-        scores = scores.with_columns(logprobs=of_responses(logprobs, rows), entropy=of_responses(entropy, rows))
-        return scores.with_columns(**by_role)
+        scores = scores.with_columns(logprobs=of_responses(predicted.logprobs, rows))
+        return scores.with_columns(entropy=of_responses(predicted.entropy, rows), **by_role)
 
 
 @dataclass(frozen=True)

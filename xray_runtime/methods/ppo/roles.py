@@ -21,6 +21,7 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
             "policy",
             kept_rollouts=_kept_rollouts(config),
             keeps_routes=config.routing == "replay" and config.ledger.tokens == "kept",
+            kept_top_tokens=config.top_logprobs if config.score_centering and config.ledger.tokens == "kept" else 0,
             **facts,
         ),
         "policy": trained(config, "policy", branches=0 if whole else 1, **steps),

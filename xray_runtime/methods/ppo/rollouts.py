@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
-from xray_runtime.data.batch import ReplyBatch, Rollout, TextBatch
+from xray_runtime.data.batch import REPLAYED, ReplyBatch, Rollout, TextBatch
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch, games_of_rows, purpose_of
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
@@ -156,7 +156,7 @@ class Rollouts:
             replies = self._generate(Drawn(prompts), sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
         rows = TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)
-        scores = get(policy.score.remote(rows.with_columns(**replies.pick("route_ids"))))
+        scores = get(policy.score.remote(rows.with_columns(**replies.pick(*REPLAYED))))
         mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
         check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
         return mismatch

@@ -8,7 +8,6 @@ last     the last version is scored too; `keep: best` publishes the best version
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +54,7 @@ class Validation:
         max_prompt: int,
     ) -> None:
         self._stage, self._config = stage, stage.config.validation
-        self._tokenizer, self._sampling, self._stops = tokenizer, replace(sampling, routes=False), stops
+        self._tokenizer, self._sampling, self._stops = tokenizer, sampling.bare(), stops
         self.best = BestVersion(directory, self._config)
         self.room = 0
         """Tokens of its longest prompt; see `UniquePrompts.room`."""

@@ -14,6 +14,8 @@ LEDGER_BYTES = 24
 
 ROUTE_BYTES = 5
 """Per expert of such a token, where routes are kept: its id and weight."""
+TOP_TOKEN_BYTES = 8
+"""Per likeliest token in its place: its id and log-probability."""
 
 
 def disk_bytes(workload: Workload) -> dict[str, int]:
@@ -24,7 +26,7 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     """
     trained = workload.of_use("trained")
     sampled = workload.of_use("sampled")
-    token_bytes = sum(role.kept_rollouts * (LEDGER_BYTES + _route_bytes(role)) for role in sampled)
+    token_bytes = sum(role.kept_rollouts * _token_bytes(role) for role in sampled)
     sizes = {
         "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
         "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
@@ -33,6 +35,8 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     return {what: size for what, size in sizes.items() if size}
 
 
-def _route_bytes(role: PlannedRole) -> int:
+def _token_bytes(role: PlannedRole) -> int:
+    """Those of a token in the ledger; the few tokens of a kept set are not counted."""
     experts = role.shape.experts if role.keeps_routes else None
-    return 0 if experts is None else ROUTE_BYTES * experts.chosen * experts.num_layers
+    of_routes = 0 if experts is None else ROUTE_BYTES * experts.chosen * experts.num_layers
+    return LEDGER_BYTES + of_routes + TOP_TOKEN_BYTES * role.kept_top_tokens

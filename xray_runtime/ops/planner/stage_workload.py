@@ -127,6 +127,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, compute
         sequences_per_row=role.sequences_per_row,
         kept_rollouts=role.kept_rollouts,
         keeps_routes=role.keeps_routes,
+        kept_top_tokens=role.kept_top_tokens,
     )
 
 

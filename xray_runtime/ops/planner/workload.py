@@ -57,6 +57,7 @@ class PlannedRole:
     sequences_per_row: int = 1
     kept_rollouts: int = 0
     keeps_routes: bool = False
+    kept_top_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from xray_runtime.methods.common.sampling.reply_stream import (
     RecordedReply,
     ReplyStream,
     by_token,
+    in_parts,
     part_tokens,
     runs,
     sample_again,
@@ -134,7 +135,7 @@ def test_a_recorded_reply_is_sampled_again_part_by_part(generator: Generator, st
     generator.turn.release(5)
     reply = future.result(20)
     assert len(reply.versions) == 2
-    again = RecordedReply([60, 0], 5, SAMPLING, PART, list(reply.ids), [0.0] * 60, reply.versions)
+    again = RecordedReply([60, 0], 5, in_parts(SAMPLING), list(reply.ids), [0.0] * 60, reply.versions)
     generator.turn.release(5)
     for version in (0, 1):
         sample_again([again], version, generator)

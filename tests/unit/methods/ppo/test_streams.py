@@ -66,13 +66,6 @@ def _of_reply(tokens: PolicyLossInputs, x: Tensor) -> Tensor:
     return x.new_zeros(int(tokens.replies.max()) + 1).index_add(0, tokens.replies, x)[tokens.replies]
 
 
-@pytest.mark.parametrize("name", ["topk_ids", "topk_logprobs"])
-@pytest.mark.parametrize("check", [check_loss, check_advantages])
-def test_streams_that_nothing_provides_are_refused(check: Any, name: str, message_texts: Messages) -> None:
-    with message_texts.raises(ValueError):
-        check(lambda inputs: getattr(inputs, name), "mine")
-
-
 def test_a_stream_that_was_not_read_when_tried_is_not_there(message_texts: Messages) -> None:
     given = torch.zeros(1)
     tokens = PolicyLossInputs(given, given, given, None, 0.2, 0.2, None, {"old_logprobs": given})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.generator import Generator
 from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling_config import MOST_REPORTED
 
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import EngineRank, Sampler
@@ -26,7 +27,7 @@ class DeepSpeedInference(Generator):
     """See `Generator`."""
 
     config = DeepSpeedInferenceConfig
-    capabilities = GeneratorCapabilities(tensor_parallel=True)
+    capabilities = GeneratorCapabilities(tensor_parallel=True, top_logprobs=MOST_REPORTED)
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
         from xray_runtime.engines.generators.deepspeed import sampler  # noqa: F401

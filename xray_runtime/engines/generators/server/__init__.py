@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.generator import Generator
 from xray_runtime.engines.generators.server.config import ServerConfig
+from xray_runtime.engines.sampling_config import MOST_REPORTED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ class Server(Generator):
     """See `Generator`."""
 
     config = ServerConfig
-    capabilities = GeneratorCapabilities(remote=True, bfloat16_on_gpu=True, own_models=True)
+    capabilities = GeneratorCapabilities(remote=True, bfloat16_on_gpu=True, own_models=True, top_logprobs=MOST_REPORTED)
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
         from xray_runtime.engines.generators.server import sampler  # noqa: F401

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from xray_runtime.engines.generators.server.model import Architecture
 from xray_runtime.engines.sampling import Reply, Sampling
+from xray_runtime.engines.top_tokens import TopTokens
 from xray_runtime.kernel.bounded_http import PLAIN, beginning, parsed, read_async
 from xray_runtime.kernel.credentials import key_header
 from xray_runtime.kernel.errors import cause_line
 
 CONNECT_S = 5.0
+LOWEST_LOGPROB = -9999.0
 IDLE_S = 2.0
 """A connection is used again if it was idle for less; the server closes it after 5 s."""
 
@@ -88,6 +91,7 @@ class Connection:
             [choice] = answer["choices"]
             token_ids = [int(token) for token in choice["token_ids"]]
             logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+            top = _top_tokens(choice["logprobs"]["content"], sampling.reported) if sampling.reported else None
             reason, held = choice["finish_reason"], [str(span["version"]) for span in choice["weight_versions"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"its answer is not a reply ({type(error).__name__}: {error})") from None
@@ -95,7 +99,7 @@ class Connection:
             raise ServerError("it samples with other weights: it was started again, or another run uses it")
         if reason not in ("stop", "length") or len(token_ids) != len(logprobs):
             raise ServerError(f"its reply is not complete (it ended with {reason!r})")
-        return Reply(token_ids, logprobs)
+        return Reply(token_ids, logprobs, top=top)
 
     async def _post(self, path: str, body: object = None) -> Any:
         return await self._request("POST", path, None if body is None else json.dumps(body).encode())
@@ -126,6 +130,14 @@ def client(timeout_s: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)), limits=limits)
 
 
+def _top_tokens(content: list[Any], reported: int) -> TopTokens:
+    """The likeliest tokens at each place of a reply; a server says −9999 for −∞, which JSON has not."""
+    places = [sorted(entry["top_logprobs"], key=lambda each: int(each["rank"]))[:reported] for entry in content]
+    ids = np.array([[int(each["token_id"]) for each in place] for place in places], np.int32)
+    logprobs = np.array([[float(each["logprob"]) for each in place] for place in places], np.float32)
+    return TopTokens(ids, np.where(logprobs > LOWEST_LOGPROB, logprobs, -np.inf))
+
+
 def _parameters(seed: int, sampling: Sampling) -> dict[str, object]:
     return {
         "max_tokens": sampling.max_new_tokens,
@@ -135,7 +147,8 @@ def _parameters(seed: int, sampling: Sampling) -> dict[str, object]:
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": seed,
-        "logprobs": 0,
+        # The sampled token is one of them, and may be none of the likeliest.
+        "logprobs": 1 + sampling.reported if sampling.reported else 0,
         "detokenize": False,
         # The server's model may name end tokens of its own.
         "ignore_eos": True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.generator import Generator
 from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling_config import MOST_REPORTED
 
 if TYPE_CHECKING:
     from xray_runtime.engines.sampling import EngineRank, Sampler
@@ -33,6 +34,7 @@ class Transformers(Generator):
         expert_adapters=True,
         routes=("cpu", "cuda"),
         pictures=True,
+        top_logprobs=MOST_REPORTED,
     )
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:

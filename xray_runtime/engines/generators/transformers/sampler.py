@@ -11,6 +11,7 @@ import transformers
 
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.engines.top_tokens import TopTokens
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model, load_tokenizer
@@ -96,6 +97,8 @@ class SeededSampling(transformers.LogitsProcessor):
             self._limits.append(transformers.TopPLogitsWarper(sampling.top_p))
         self.logprobs: list[torch.Tensor] = []
         """By step: [B] float32."""
+        self.top: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """By step: ids and log-probabilities [B, K] of the likeliest tokens, if they are reported."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = self._penalized(scores.float()) / self._sampling.temperature
@@ -104,6 +107,9 @@ class SeededSampling(transformers.LogitsProcessor):
         gumbel = -torch.log(-torch.log(torch.stack(draws).clamp_(1e-20, 1 - 2**-24)))
         chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
+        if num_top := min(self._sampling.reported, logprobs.shape[1]):
+            found = logprobs.topk(num_top)
+            self.top.append((found.indices.int().cpu(), found.values.cpu()))
         part_done()
         self._seen = [torch.cat(row) for row in zip(self._seen, chosen, strict=True)]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
@@ -190,10 +196,12 @@ def _batch(
         )[:, width:].tolist()
     logprobs = torch.stack(sampler.logprobs, 1).tolist()
     routes = None if recorded is None else recorded.rows(len(prompts))
+    top = [torch.stack(part, 1).numpy() for part in zip(*sampler.top, strict=True)]
     replies = []
     for row, (row_tokens, row_logprobs) in enumerate(zip(tokens, logprobs, strict=True)):
         stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)
         n = next(stops, len(row_tokens))
         found = None if routes is None else routes.of(row, width - len(prompts[row]), width + n - 1)
-        replies.append(Reply(row_tokens[:n], row_logprobs[:n], found))
+        likeliest = TopTokens(*(part[row, :n] for part in top)) if top else None
+        replies.append(Reply(row_tokens[:n], row_logprobs[:n], found, likeliest))
     return replies

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from xray_runtime.engines.capabilities import GeneratorCapabilities, Transport
 from xray_runtime.engines.generator import DirectSender, Generator, MemoryPool, Receivers
 from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling_config import MOST_REPORTED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,7 @@ class VLLM(Generator):
         own_models=True,
         # On CUDA vLLM can say ids, and no weights.
         routes=("cpu",),
+        top_logprobs=MOST_REPORTED,
         memory_pool=True,
     )
 

@@ -9,8 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
+
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
+from xray_runtime.engines.sampling_config import MOST_REPORTED
 from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.engines.top_tokens import TopTokens
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.family import Heads, family_of
@@ -96,6 +100,8 @@ def model_options(directory: Path, max_length: int, runtime: RuntimeConfig, rank
         "max_model_len": max_length,
         "max_num_batched_tokens": max(PREFILL_TOKENS, max_length),
         "logprobs_mode": "processed_logprobs",
+        # Servers also count the sampled token.
+        "max_logprobs": MOST_REPORTED + 1,
     }
 
 
@@ -199,6 +205,7 @@ class VLLMSampler(Sampler):
             self._asleep -= set(wanted)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
+        num_top = min(sampling.reported, self._llm.model_config.get_vocab_size())
         params = [
             self._vllm.SamplingParams(
                 max_tokens=sampling.max_new_tokens,
@@ -208,11 +215,11 @@ class VLLMSampler(Sampler):
                 min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty,
                 seed=seed,
-                logprobs=0,
+                logprobs=num_top,
                 # Lists of numbers instead of an object per token, and no deep copy of an object that only we hold.
                 flat_logprobs=True,
                 skip_clone=True,
-                skip_reading_prefix_cache=sampling.routes,
+                skip_reading_prefix_cache=sampling.routes or not sampling.cached,
                 detokenize=False,
                 stop_token_ids=list(sampling.stop_token_ids),
             )
@@ -225,8 +232,7 @@ class VLLMSampler(Sampler):
             )
         if not self._stays_awake:
             self.sleep()
-        # With `logprobs=0` the list has one number per token: that of the token itself.
-        replies = [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
+        replies = [_reply(output.outputs[0], num_top) for output in outputs]
         if recorded is None:
             return replies
         counts = [len(prompt) + len(reply.token_ids) - 1 for prompt, reply in zip(prompts, replies, strict=True)]
@@ -269,6 +275,18 @@ class VLLMSampler(Sampler):
             self._llm.update_weights({"update_info": {"direct": info}})
         else:
             self._llm.finish_weight_update(str(version))
+
+
+def _reply(completion: Any, num_top: int) -> Reply:
+    """The reply in an output of vLLM, whose flat lists have at each place the sampled token and the `num_top`
+    likeliest."""
+    token_ids, flat = list(completion.token_ids), completion.logprobs
+    if not num_top:
+        return Reply(token_ids, flat.logprobs)
+    shape = len(token_ids), 1 + num_top
+    ids = np.array(flat.token_ids, np.int32).reshape(shape)
+    logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
+    return Reply(token_ids, logprobs[:, 0].tolist(), top=TopTokens(ids[:, 1:], logprobs[:, 1:]))
 
 
 def _close_session(worker: Any) -> None:

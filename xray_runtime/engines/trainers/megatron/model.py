@@ -87,12 +87,9 @@ class MegatronLM(GPTModel):
         """Last hidden states [N, H]. `prompts` changes nothing: each sequence's prompt is computed."""
         return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
-    def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, kept: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """As `HeadedLM.logprobs`. Tensor-parallel peers have the same rows, and thus equally many chunks."""
-        given = hidden, targets, temperature, kept
-        return chunked_logprobs_and_entropy(self._logits, *given, vocab_size=self.num_tokens)
+        return chunked_logprobs_and_entropy(self._logits, hidden, targets, temperature, vocab_size=self.num_tokens)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [N, V] of hidden states [N, H], whole on every tensor-parallel peer."""

@@ -23,7 +23,7 @@ from xray_runtime.methods.common.sampling.reply_stream import (
     Generate,
     RecordedReply,
     Sampled,
-    part_tokens,
+    in_parts,
     runs,
     sample_again,
 )
@@ -52,9 +52,7 @@ class JournaledTurns:
             self._known[place] = entry["attempt"], turns
             if "prompts" in entry:
                 self._again[place] = [
-                    RecordedReply(
-                        prompt, self.seed(place, n), sampling, part_tokens(sampling), t.ids, t.logprobs, t.versions
-                    )
+                    RecordedReply(prompt, self.seed(place, n), in_parts(sampling), t.ids, t.logprobs, t.versions)
                     for n, (prompt, t) in enumerate(zip(entry["prompts"], turns, strict=True))
                 ]
 

@@ -80,6 +80,12 @@ def part_tokens(sampling: Sampling) -> int:
     return next((size for size in range(least, most) if most % size == 0), most)
 
 
+def in_parts(sampling: Sampling) -> Sampling:
+    """How a part is sampled. A cache has what was sampled before as it was computed then, token by token; a replay
+    could not repeat that, so nothing is taken from it."""
+    return replace(sampling, max_new_tokens=part_tokens(sampling), cached=False)
+
+
 def part_seed(seed: int, part: int) -> int:
     return derive_seed(seed, "part", part) if part else seed
 
@@ -101,8 +107,7 @@ class _Waiting:
     @property
     def next(self) -> Sampling:
         """How its next part is sampled. With a named version there is nothing to wait for, so it is whole."""
-        whole = self.version is not None
-        return self.sampling if whole else replace(self.sampling, max_new_tokens=part_tokens(self.sampling))
+        return self.sampling if self.version is not None else in_parts(self.sampling)
 
     def begin_anew(self) -> None:
         self.ids, self.logprobs, self.versions, self.part = [], [], [], 0
@@ -271,9 +276,7 @@ class RecordedReply:
     prompt: list[int]
     seed: int
     sampling: Sampling
-    """That of the whole reply."""
-    size: int
-    """Tokens of its parts."""
+    """That of its parts, `in_parts`, or of the whole reply."""
     ids: list[int]
     logprobs: list[float]
     versions: Runs
@@ -284,16 +287,16 @@ def sample_again(replies: Iterable[RecordedReply], version: int, generate: Gener
     batches: dict[Sampling, list[tuple[RecordedReply, int]]] = {}
     for reply in replies:
         versions = by_token(reply.versions)
-        sampling = replace(reply.sampling, max_new_tokens=reply.size)
-        starts = [start for start in range(0, len(versions), reply.size) if versions[start] == version]
-        batches.setdefault(sampling, []).extend((reply, start) for start in starts)
+        size = reply.sampling.max_new_tokens
+        starts = [start for start in range(0, len(versions), size) if versions[start] == version]
+        batches.setdefault(reply.sampling, []).extend((reply, start) for start in starts)
     for sampling, batch in batches.items():
         if not batch:
             continue
-        seeds = np.array([part_seed(reply.seed, start // reply.size) for reply, start in batch])
+        seeds = np.array([part_seed(reply.seed, start // sampling.max_new_tokens) for reply, start in batch])
         prompts = Ragged.of([*reply.prompt, *reply.ids[:start]] for reply, start in batch)
         answer = generate(PromptBatch(input_ids=prompts, seed=seeds), sampling, version)
         for (reply, start), ids, logprobs in zip(batch, answer.response_ids, answer.rollout_logprobs, strict=True):
-            end = start + reply.size
+            end = start + sampling.max_new_tokens
             reply.ids = reply.ids[:start] + ids.tolist() + reply.ids[end:]
             reply.logprobs = reply.logprobs[:start] + logprobs.tolist() + reply.logprobs[end:]

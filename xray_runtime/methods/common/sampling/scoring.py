@@ -16,10 +16,9 @@ from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.cluster.protocols import ModelHandle, get_all
 from xray_runtime.data.agent_conversations import conversation, conversation_text
-from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
+from xray_runtime.data.batch import OF_KEPT_SETS, REPLAYED, Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.columnar import ColumnBatch
-from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.methods.common.sampling.agent_rows import decoded_branches, split_branches
 from xray_runtime.rewards.reward_reader import answer_rows
@@ -191,10 +190,10 @@ class RolloutScorer:
         read = whole if rollout.are_episodes else answer_rows(self._tokenizer, messages, replies, whole)
         branches = rollout.branches if "branches" in rollout else None
         rows, merged = split_branches(text, branches)
-        inputs = self._inputs(rows, whole, rollout.route_ids if "route_ids" in rollout else None)
+        inputs = self._inputs(rows, whole, rollout)
         calls = [models[role].score.remote(rows) for role, rows in inputs.items()]
         if self._own_reference:
-            calls.append(models["policy"].reference.remote(rows))
+            calls.append(models["policy"].reference.remote(rows.with_columns(**rollout.pick(*OF_KEPT_SETS))))
         columns = self._prompts.columns(prompts)
         teachers = self._teachers
         taught = None if teachers is None else teachers.requests(models, contents, rows, columns, iteration)
@@ -231,21 +230,20 @@ class RolloutScorer:
         places = np.unique(np.linspace(0, len(scored.replies) - 1, count).round().astype(int))
         rollout = scored.rollout.take(places)
         rows, merged = split_branches(scored.text.take(places), rollout.branches if "branches" in rollout else None)
-        (answer,) = get_all([self._models["policy"].score.remote(rows.with_columns(**rollout.pick("route_ids")))])
+        (answer,) = get_all([self._models["policy"].score.remote(rows.with_columns(**rollout.pick(*REPLAYED)))])
         difference = np.abs(merged(answer).logprobs.values - rollout.rollout_logprobs.values)
         return float((difference[rollout.response_mask.values] if rollout.are_episodes else difference).mean())
 
-    def _inputs(self, rows: TextBatch, whole: TextBatch, routes: Ragged | None) -> dict[str, TextBatch]:
-        """Role → the rows that its model scores; `rows` are as sampled, by these `routes` if they are replayed, `whole`
-        end each turn, for reward models."""
-        models = self._models
-        inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
-        if routes is not None:
-            # Only the policy's log-probabilities are compared with those of the generator.
-            inputs["policy"] = rows.with_columns(route_ids=routes)
+    def _inputs(self, rows: TextBatch, whole: TextBatch, rollout: Rollout) -> dict[str, TextBatch]:
+        """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
+        # Routes are the policy's alone: its log-probabilities are compared with those of the generator.
+        follows = {"policy": REPLAYED, "reference": OF_KEPT_SETS, "critic": ()}
+        inputs = {
+            role: rows.with_columns(**rollout.pick(*names)) for role, names in follows.items() if role in self._models
+        }
         if not self._scores_policy:
             del inputs["policy"]
         if self._rewards.branches:
             added_ends = rows.input_ids.lengths < whole.input_ids.lengths
-            inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)
+            inputs["policy"] = inputs["policy"].with_columns(**whole.columns(), added_ends=added_ends)
         return inputs

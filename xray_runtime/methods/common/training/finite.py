@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.ragged import non_finite
+from xray_runtime.data.ragged import Ragged, non_finite
 from xray_runtime.data.routes import unknown
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 
@@ -63,9 +63,29 @@ def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> 
     }
     if sampling.routes:
         faults |= _route_faults(sampled)
+    if sampling.top_logprobs:
+        faults |= {
+            "likeliest tokens and replies differ in number": not _same_rows(sampled.topk_ids, ids),
+            "a likeliest token's log-probability is above 0": bool((sampled.topk_logprobs.values > ROUNDING).any()),
+        }
+    if sampling.kept:
+        faults |= _kept_faults(sampled)
     fault_found = next((fault for fault, present in faults.items() if present), None)
     if fault_found is not None:
         raise RuntimeError(f"the rollout is corrupt: {fault_found}")
+
+
+def _same_rows(one: Ragged, other: Ragged) -> bool:
+    return np.array_equal(one.offsets, other.offsets)
+
+
+def _kept_faults(sampled: ReplyBatch) -> dict[str, bool]:
+    counts, kept, ids = sampled.kept_counts, sampled.kept_ids.values, sampled.response_ids
+    if not _same_rows(counts, ids) or counts.values.sum() != len(kept):
+        return {"kept sets and replies differ in number": True}
+    places = np.repeat(np.arange(len(counts.values)), counts.values)
+    found = np.bincount(places, weights=kept == ids.values[places], minlength=len(counts.values))
+    return {"a token is not in its kept set": bool((found != 1).any())}
 
 
 def _route_faults(sampled: ReplyBatch) -> dict[str, bool]:
