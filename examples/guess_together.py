@@ -83,7 +83,7 @@ def write_games(path: Path, count: int = 2000) -> None:
 def guess_together(
     output: str = "runs/guess-together", seed: int = 0, method: xray.Method = "grpo", iterations: int = 80
 ) -> None:
-    """From an asker that heeds and a keeper that tells the truth now and then to both doing so more often."""
+    """From a keeper that tells the truth now and then to one that does; the asker, which needs luck, gains little."""
     with xray.workspace(output, project="guess-together", seed=seed):
         games = Path(output).absolute() / "games.jsonl"
         write_games(games)
