@@ -60,7 +60,7 @@ class EnvironmentsInFlight(Episodes):
     def __init__(self, setup: SamplerSetup, pool: EnvironmentPool) -> None:
         super().__init__(setup, pool)
         config = setup.stage.config
-        self._turns = JournaledTurns(setup.stage, self.journal, setup.sampling, self._generate)
+        self._turns = JournaledTurns(setup.stage, self.journal)
         self._stream = ReplyStream(self._generate)
         under_way = (config.lag + 2) * config.rollout_size
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, under_way))
@@ -94,7 +94,6 @@ class EnvironmentsInFlight(Episodes):
     def updating(self, version: int, oldest: int) -> Iterator[None]:
         with self._stream.updating(version, oldest):
             yield
-            self._turns.sample_again(version)
             self._oldest = oldest
 
     def take_stale(self) -> int:

@@ -2,8 +2,8 @@
 
     {"key", "source": "turns", "step", "group", "row", "attempt", "turns": [[ids, logprobs, ended, runs]]}
 
-A run that was killed takes them from there. A replay's lines, which come from the ledger, have the turns' `prompts`
-too: their tokens are sampled again by the versions that are recorded.
+A run that was killed takes them from there, and so does a replay, whose lines come from the ledger. Neither samples
+them again: time decided which replies shared a batch, and the last bit of a log-probability may depend on that.
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.episode import purpose_of
 from xray_runtime.methods.common.sampling.reply_stream import (
-    Generate,
-    RecordedReply,
     Sampled,
-    in_parts,
     runs,
-    sample_again,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from xray_runtime.cluster.stage import Stage
-    from xray_runtime.engines.sampling import Sampling
     from xray_runtime.rewards.journal import Journal
 
 SOURCE = "turns"
@@ -41,35 +36,21 @@ Place = tuple[int, int]
 
 
 class JournaledTurns:
-    """The turns of one stage's replies or episodes. `generate` samples a batch again."""
+    """The turns of one stage's replies or episodes."""
 
-    def __init__(self, stage: Stage[Any, Any], journal: Journal, sampling: Sampling, generate: Generate) -> None:
-        self._stage, self._generate = stage, generate
+    def __init__(self, stage: Stage[Any, Any], journal: Journal) -> None:
+        self._stage = stage
         self._known: dict[Place, tuple[int, list[Sampled]]] = {}
-        self._again: dict[Place, list[RecordedReply]] = {}
         for entry in sorted(journal.entries(SOURCE), key=lambda entry: int(entry["attempt"])):
             place, turns = (entry["group"], entry["row"]), [Sampled(*turn) for turn in entry["turns"]]
             self._known[place] = entry["attempt"], turns
-            if "prompts" in entry:
-                self._again[place] = [
-                    RecordedReply(prompt, self.seed(place, n), in_parts(sampling), t.ids, t.logprobs, t.versions)
-                    for n, (prompt, t) in enumerate(zip(entry["prompts"], turns, strict=True))
-                ]
 
     def seed(self, place: Place, turn: int) -> int:
         return derive_seed(self._stage.seed, self._stage.name, purpose_of(0), *place, turn)
 
     def find(self, place: Place) -> tuple[int, list[Sampled]] | None:
         """(attempt, turns) of a reply or an episode that ended; the last attempt, if there were several."""
-        if place not in self._again:
-            return self._known.get(place)
-        attempt, turns = self._known[place]
-        found = zip(turns, self._again[place], strict=True)
-        return attempt, [turn._replace(ids=again.ids, logprobs=again.logprobs) for turn, again in found]
-
-    def sample_again(self, version: int) -> None:
-        """Sample what `version`, which the generator holds, sampled in the run that is replayed."""
-        sample_again((reply for replies in self._again.values() for reply in replies), version, self._generate)
+        return self._known.get(place)
 
 
 def turns_line(step: int, place: Place, attempt: int, turns: Sequence[Sampled], **more: Any) -> dict[str, Any]:
@@ -81,23 +62,22 @@ def turns_line(step: int, place: Place, attempt: int, turns: Sequence[Sampled], 
 
 def ledger_lines(step: int, table: pa.Table, group_size: int) -> Iterator[dict[str, Any]]:
     """The lines of an iteration's rows in the ledger, in order, for a replay."""
-    names = ("row", "group", "prompt_ids", "reply_ids", "rollout_logprobs", "token_versions")
+    names = ("row", "group", "reply_ids", "rollout_logprobs", "token_versions")
     columns = [table[name].to_pylist() for name in names]
     are_episodes = ANSWERS in table.column_names
-    masks = table["response_mask"].to_pylist() if are_episodes else [[True] * len(ids) for ids in columns[3]]
+    masks = table["response_mask"].to_pylist() if are_episodes else [[True] * len(ids) for ids in columns[2]]
     # An environment answers the reset and each turn that ended.
     answers = (
         [len(json.loads(text)) - 1 for text in table[ANSWERS].to_pylist()]
         if are_episodes
         else table["ended"].to_pylist()
     )
-    for row, group, prompt, ids, logprobs, versions, mask, num_ended in zip(*columns, masks, answers, strict=True):
-        turns, prompts = [], []
+    for row, group, ids, logprobs, versions, mask, num_ended in zip(*columns, masks, answers, strict=True):
+        turns = []
         for number, (start, end) in enumerate(_stretches(np.array(mask))):
             stretch = ids[start:end], logprobs[start:end], number < num_ended, runs(versions[start:end])
             turns.append(Sampled(*stretch))
-            prompts.append([*prompt, *ids[:start]])
-        yield turns_line(step, (group, row % group_size), 0, turns, prompts=prompts)
+        yield turns_line(step, (group, row % group_size), 0, turns)
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ class RepliesInFlight:
         stage = setup.stage
         self._generator, self._sampling = setup.generator, setup.sampling
         self.journal = Journal(stage.kept, stage.kept_shared, stage.seal)
-        self._turns = JournaledTurns(stage, self.journal, setup.sampling, self._generate)
+        self._turns = JournaledTurns(stage, self.journal)
         self.stream = ReplyStream(self._generate, self._keep)
         self._attempts: dict[Place, int] = {}
 
@@ -81,7 +81,6 @@ class RepliesInFlight:
     def updating(self, version: int, oldest: int) -> Iterator[None]:
         with self.stream.updating(version, oldest):
             yield
-            self._turns.sample_again(version)
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         return {"speed/generator_idle": self.stream.take_idle()}
