@@ -228,7 +228,7 @@ class Predicted(PolicyForward):
 
     def __init__(self, rows: PolicyBatch[Tensor], config: PPOStageConfig, logprobs: Tensor) -> None:
         self.rows, self._config, self.hidden = rows, config, logprobs.detach()  # type: ignore[misc, assignment]
-        self._predicted = logprobs, logprobs  # type: ignore[misc]
+        self._predicted = SimpleNamespace(logprobs=logprobs)  # type: ignore[assignment]
 
 
 def test_echo_is_grpo_plus_the_cross_entropy_of_what_was_read() -> None:
