@@ -168,6 +168,12 @@ def test_a_column_says_which_teacher_a_row_has(tmp_path: Path, message_texts: Me
         off = OFF_BY["teacher.0" if prompt % 3 else "teacher.1"]
         assert np.subtract(of_teacher, own).tolist() == pytest.approx([off, 0.0], abs=1e-6)
     assert {len(rows) for _, rows in texts} < {1, 2, 3, REPLIES}
+    # Each rank of a teacher needs a row, and one of them has two at most.
+    texts.clear()
+    taught(inputs, tmp_path / "ranks", column, frozen={"num_workhorses": 3})
+    assert {len(rows) for _, rows in texts} <= {3, REPLIES}
+    again = read_shard(shard_path(tmp_path / "ranks" / "ledger", 0)).table
+    assert again["teacher_logprobs"].equals(table["teacher_logprobs"])
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "other", column | {"values": ["math", "law"]})
     with message_texts.raises(ValueError):
