@@ -29,6 +29,7 @@ from xray_runtime.kernel.store.snapshots import SNAPSHOTS, snapshot_problem, sna
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.kernel.tracking.recorder import RECORDS
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
+from xray_runtime.trust.bills import CROISSANT
 from xray_runtime.trust.published_log import SOURCE
 
 RESULTS, PAGES = "results", "lineage"
@@ -39,7 +40,7 @@ ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, COSIGNED, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
-    *(RECORDED, WITHDRAWN, SOURCE),
+    *(RECORDED, WITHDRAWN, SOURCE, CROISSANT),
 }
 """X-ray's entries of an output directory."""
 FOLDERS = {CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS}
