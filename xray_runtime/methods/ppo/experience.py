@@ -181,7 +181,7 @@ def _read_by_loss(
     found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
-    if "ref_logprobs" in read or config.kl.place == "loss":
+    if "ref_logprobs" in read or (config.has_reference and config.kl.place == "loss"):
         found["ref_logprobs"] = scores.ref_logprobs
     if config.score_centering or functions.read_top:
         found |= rollout.pick("topk_ids", "topk_logprobs")
@@ -266,7 +266,6 @@ def _final_rewards(
     bootstrap = torch.zeros_like(rewards)
     if config.truncated == "bootstrap":
         # A cut is no terminal state: the unfinished reply earns no score, and the critic estimates its value.
-
         bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores.final_values))
         rewards = rewards * ended
     elif config.truncated == "lowest":
