@@ -372,11 +372,12 @@ def test_it_goes_on_where_the_fields_are_the_same(
     assert said in caplog.text
 
 
-def test_an_adapter_with_sizes_of_its_own_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{"rank_pattern": {"q_proj": 4}}, {"r": 1025}, {"lora_alpha": 0}])
+def test_an_adapter_that_training_does_not_have_is_not_kept(tmp_path: Path, fields: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
-    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}}
-    peft = get_peft_model(model("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **patterns))
+    given: dict[str, Any] = {"r": 2} | fields
+    peft = get_peft_model(model("llama"), LoraConfig(target_modules=["q_proj", "o_proj"], **given))
     peft.save_pretrained(tmp_path / "others")
     keep_adapter(tmp_path / "others", tmp_path / "kept", "base")
     assert not (tmp_path / "kept").exists()
