@@ -128,8 +128,11 @@ class Rollouts:
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
         """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy`."""
+        lora = self._stage.config.lora
+        # A generator begins with the checkpoint, which a policy with rounded matrices is not.
+        holds_it = not iteration and (lora is None or lora.quantize is None)
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
-            return get(self._generator.follow.remote(policy, iteration)) if iteration else None
+            return None if holds_it else get(self._generator.follow.remote(policy, iteration))
 
     @property
     def dropped(self) -> Sequence[int]:
