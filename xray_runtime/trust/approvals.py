@@ -79,9 +79,9 @@ def verified(given: ApprovalGiven) -> tuple[str, Approval]:
     return key.keyid, approval
 
 
-def check_approvals(log: LogView, name: str, checkpoint: str, asked: PromotionConfig) -> Gate:
+def check_approvals(log: LogView, name: str, checkpoint: str, gates: PromotionConfig) -> Gate:
     """Whether enough of the people whose keys are listed approved a candidate: the gate `approvals`."""
-    needed, approvers = asked.approvals or 0, set(asked.approvers)
+    needed, approvers = gates.approvals or 0, set(gates.approvers)
     people: dict[str, str] = {}
     for given in log.state(LogApprovals).given:
         if (given.name, given.checkpoint) == (name, checkpoint):

@@ -78,8 +78,8 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
         origin += f"; set by hand: {', '.join(sorted(changed))}"
     approvals: list[PromotionConfig] = []
     for each in recorded.values():
-        asked = [(one.approvals, set(one.approvers)) for one in approvals]
-        if each is not None and each.approvals is not None and (each.approvals, set(each.approvers)) not in asked:
+        known = [(one.approvals, set(one.approvers)) for one in approvals]
+        if each is not None and each.approvals is not None and (each.approvals, set(each.approvers)) not in known:
             approvals.append(each)
     return Gates((gates or PromotionConfig()).model_copy(update=changed), origin, evaluation, approvals)
 

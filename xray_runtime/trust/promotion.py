@@ -136,7 +136,7 @@ def review(
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     if bounds.approvals:
         log = sound_view(store.output, public)
-        checked += [check_approvals(log, name, candidate.sha256, asked) for asked in bounds.approvals]
+        checked += [check_approvals(log, name, candidate.sha256, one) for one in bounds.approvals]
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)

@@ -116,7 +116,7 @@ def test_another_evaluation_does_not_take_them_back(candidate: Path, keys: dict[
 
 
 def test_approvers_whom_nobody_asks_are_refused() -> None:
-    with pytest.raises(ValueError, match="approvals must be set where approvers are"):
+    with pytest.raises(ValueError, match="approvals must be set, since approvers are"):
         PromotionConfig(approvers=["0" * 64])
 
 
