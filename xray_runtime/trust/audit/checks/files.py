@@ -176,14 +176,14 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             for path in sorted(entry.iterdir()):
                 if not path.is_dir():
                     yield Finding(f"{CHECKPOINTS}/{path.name}", "file-unknown", "it is no checkpoint")
-    for folder in (RECORDS, RESULTS, PAGES, SOURCE, ARTIFACTS):
+    for folder in (RECORDS, RESULTS, PAGES, SOURCE, CROISSANT, ARTIFACTS):
         unfinished = set[str]()
         for name in _below(output, folder):
             # A record's seal is of no use once the log has the record.
             if name in view.files or (folder == RECORDS and name.removesuffix(SEALED) in view.files):
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
-            of_stage = (folder not in (PAGES, SOURCE) and len(Path(name).parts) > 2) or folder == RESULTS
+            of_stage = (folder not in (PAGES, SOURCE, CROISSANT) and len(Path(name).parts) > 2) or folder == RESULTS
             # Files of a stage that failed or has not ended are not signed yet.
             ended = holder.name in view.published or str(holder) in listed
             # MLflow loads a model from there, and X-ray puts none there.
