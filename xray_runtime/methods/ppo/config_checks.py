@@ -163,6 +163,11 @@ def check_environment(config: Any) -> None:
         raise ValueError(
             "in_flight_updates = True must be False with environment.seats, whose turns wait for each other"
         )
+    if config.observation_coef and getattr(environment, "untrainable", "refuse") == "leave_out":
+        raise ValueError(
+            f"observation_coef = {config.observation_coef} must be 0 with environment.untrainable = 'leave_out': the "
+            "policy would learn the replies that are left out, as if it had read them"
+        )
     if environment.rows_an_episode > 1:
         for field in ("validation", "curriculum", "resample_rounds"):
             if getattr(config, field):

@@ -30,6 +30,7 @@ from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, Text
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.mismatch import check_mismatch
 from xray_runtime.methods.ppo.functions import Functions, RowFacts
 
 if TYPE_CHECKING:
@@ -191,18 +192,6 @@ def _read_by_loss(
     if "groups" in read:
         found["group"] = streams["groups"].numpy()
     return found
-
-
-def check_mismatch(mismatch: float, limit: float) -> None:
-    """Raises RuntimeError if generator and trainer differ by more than `limit` nats per token at one policy version.
-
-    Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
-    """
-    if not mismatch <= limit:  # NaN too
-        raise RuntimeError(
-            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
-            f"{limit:g}): the generator does not compute the policy; base.generator tries one before training"
-        )
 
 
 def _experience_metrics(
