@@ -6,6 +6,7 @@ their log-probabilities are of the same events.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -151,8 +152,10 @@ class Teachers:
             prompts, self._column(config.demonstration, "demonstration", columns), strict=True
         ):
             *before, last = messages
-            content = config.shown.replace("{prompt}", last["content"]).replace("{demonstration}", text)
-            shown.append([*before, {**last, "content": content}])
+            # Either text may have the other's name in braces.
+            texts = {"{prompt}": last["content"], "{demonstration}": text}
+            parts = re.split(f"({'|'.join(map(re.escape, texts))})", config.shown)
+            shown.append([*before, {**last, "content": "".join(texts.get(part, part) for part in parts)}])
         replies = [ids[n:] for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
         return TextBatch.of(encode_prompts(self._tokenizer, shown), replies)
 

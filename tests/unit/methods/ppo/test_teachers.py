@@ -197,6 +197,17 @@ def test_the_policy_teaches_itself_with_a_demonstration(tmp_path: Path) -> None:
         assert batch.advantages.values.tolist() == pytest.approx([0.5, -0.5] * MINIBATCH, abs=1e-6)
 
 
+def test_a_prompt_may_have_the_name_of_the_demonstration_in_braces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [f"fill in {{demonstration}} {number}" for number in range(10)])
+    shown = {"source": "policy", "demonstration": "shown", "shown": "{prompt} as {demonstration}"}
+    taught(replace(make(tmp_path), teacher=[]), tmp_path / "out", shown)
+    [(_, rows)] = texts
+    read = train_tokenizer([*PROMPTS, "an answer"] * 5, 300)
+    assert all(read.decode(ids).count("an answer ") == 8 for ids in rows)
+
+
 def test_a_teacher_must_read_what_the_policy_reads(tmp_path: Path, message_texts: Messages) -> None:
     """One token more in its template; another vocabulary. Nothing was opened before."""
     for name, given in (("template", {"template": CHATML}), ("words", {"corpus": ["zebras zigzag"]})):
