@@ -6,7 +6,6 @@ of a person's key, which the lifecycle's config lists and the evaluation's signe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from xray_runtime.kernel.evidence.view import LogView
 from xray_runtime.kernel.history.promotion_check import Gate
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.manifest import Sha256
+from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.log import append
 
 
@@ -79,8 +79,9 @@ def verified(given: ApprovalGiven) -> tuple[str, Approval]:
     return key.keyid, approval
 
 
-def check_approvals(log: LogView, name: str, checkpoint: str, needed: int, approvers: Sequence[str]) -> Gate:
+def check_approvals(log: LogView, name: str, checkpoint: str, gates: PromotionConfig) -> Gate:
     """Whether enough of the people whose keys are listed approved a candidate: the gate `approvals`."""
+    needed, approvers = gates.approvals or 0, set(gates.approvers)
     people: dict[str, str] = {}
     for given in log.state(LogApprovals).given:
         if (given.name, given.checkpoint) == (name, checkpoint):
@@ -92,5 +93,5 @@ def check_approvals(log: LogView, name: str, checkpoint: str, needed: int, appro
             if key in approvers:
                 people[key] = f"{approval.by} ({key[:12]})"
     listed = ", ".join(people.values()) or "nobody"
-    reason = f"approved by {listed}; {needed} of {len(set(approvers))} people must"
+    reason = f"approved by {listed}; {needed} of {len(approvers)} people must"
     return Gate(name="approvals", passed=len(people) >= needed, reason=reason)

@@ -44,6 +44,8 @@ class Gates(NamedTuple):
     config: PromotionConfig
     origin: str
     evaluation: Node
+    approvals: list[PromotionConfig]
+    """Those of all its evaluations that ask for approvals: one that is added later takes none of them back."""
 
 
 def evaluation_of(graph: CheckpointGraph, policy: str) -> Node | None:
@@ -66,22 +68,34 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     evaluation = evaluation_of(store.graph, candidate.sha256)
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
+    judged = store.graph.judgements_of(candidate.sha256, Evaluation)
+    recorded = {one.sha256: _recorded(store, one, public) for one in judged}
+    gates = recorded[evaluation.sha256]
+    origin = f"as {evaluation.name} has them on record"
+    if gates is None:
+        origin = f"the defaults: {evaluation.name} has none on record"
+    if changed:
+        origin += f"; set by hand: {', '.join(sorted(changed))}"
+    approvals: list[PromotionConfig] = []
+    for each in recorded.values():
+        known = [(one.approvals, set(one.approvers)) for one in approvals]
+        if each is not None and each.approvals is not None and (each.approvals, set(each.approvers)) not in known:
+            approvals.append(each)
+    return Gates((gates or PromotionConfig()).model_copy(update=changed), origin, evaluation, approvals)
+
+
+def _recorded(store: LineageStore, evaluation: Node, public: Path | None) -> PromotionConfig | None:
+    """The gates in an evaluation's signed statement. Raises NotPromoted: it is not signed as it must be."""
     try:
         statement = verified_statement(evaluation.directory, Verifier(trusted_keys(store.output, public)))
         contradictions = statement.contradicts(evaluation.manifest, evaluation.sha256)
         if contradictions:
             raise ValueError(f"it contradicts the checkpoint in {', '.join(contradictions)}")
         recorded = statement.predicate.details.run.gates
-        gates = PromotionConfig.model_validate(recorded or {})
+        return PromotionConfig.model_validate(recorded) if recorded is not None else None
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise NotPromoted([f"the statement of {evaluation.name} does not vouch for its gates ({reason})"]) from None
-    origin = f"as {evaluation.name} has them on record"
-    if recorded is None:
-        origin = f"the defaults: {evaluation.name} has none on record"
-    if changed:
-        origin += f"; set by hand: {', '.join(sorted(changed))}"
-    return Gates(gates.model_copy(update=changed), origin, evaluation)
 
 
 def changed_by_hand(overrides: PromotionConfig | None) -> dict[str, Any]:

@@ -134,9 +134,9 @@ def review(
         checked += canary_gates(store.output, candidate.sha256, champion.checkpoint, public)
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
-    if (needed := bounds.config.approvals) is not None:
+    if bounds.approvals:
         log = sound_view(store.output, public)
-        checked.append(check_approvals(log, name, candidate.sha256, needed, bounds.config.approvers))
+        checked += [check_approvals(log, name, candidate.sha256, one) for one in bounds.approvals]
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)

@@ -105,6 +105,21 @@ def test_it_cannot_be_overridden(gates: dict[str, object], candidate: Path) -> N
         reviewed(candidate, PromotionConfig.model_validate(gates))
 
 
+def test_another_evaluation_does_not_take_them_back(candidate: Path, keys: dict[str, Path]) -> None:
+    asked = [f"question {i}" for i in range(51, 57)]
+    Lifecycle.resumed(candidate).evaluate(asked, stage="evaluate-2", gates={"min_win_rate": None})
+    approved(candidate, keys["ada"])
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        reviewed(candidate)
+    approved(candidate, keys["bo"])
+    assert [gate.name for gate in reviewed(candidate).gates].count("approvals") == 1
+
+
+def test_approvers_whom_nobody_asks_are_refused() -> None:
+    with pytest.raises(ValueError, match="approvals must be set, since approvers are"):
+        PromotionConfig(approvers=["0" * 64])
+
+
 def test_more_than_there_are_people_is_refused() -> None:
     with pytest.raises(ValueError, match="approvals = 2 must be at most 1"):
         PromotionConfig(approvals=2, approvers=["0" * 64, "0" * 64])
@@ -114,6 +129,8 @@ def test_the_command(candidate: Path, keys: dict[str, Path], tmp_path: Path) -> 
     common = ["approve", "ppo-2", "--output", str(candidate), "--name", NAME, "--note", "fine", "--by", "Ada"]
     done = CliRunner().invoke(app, [*common, "--key", str(keys["ada"])])
     assert (done.exit_code, digest(keys["ada"]) in done.output.replace("\n", "")) == (0, True)
+    done = CliRunner().invoke(app, [*common, "--name", "chatt", "--key", str(keys["bo"])])
+    assert (done.exit_code, "--name: 'chatt' has no version" in done.output) == (2, True)
     (tmp_path / "none.pem").write_text("none")
     for name in ("none.pem", "missing.pem"):
         done = CliRunner().invoke(app, [*common, "--key", str(tmp_path / name)])

@@ -12,12 +12,18 @@ from typing import Any
 import jsonschema
 import mlcroissant
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from referencing import Registry, Resource
 from spdx_python_model import v3_0_1 as spdx
 
 from tests.unit.trust.commands import bundled, place
-from tests.unit.trust.tampering import flip
+from tests.unit.trust.synthetic import Lifecycle, examples, model
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.evidence.statement import OutsideSource
+from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.trust.bundle import audit_bundle, export
 
 SCHEMAS = Path(__file__).parent / "openlineage"
 
@@ -124,7 +130,39 @@ def test_the_draft_says_what_is_known_and_marks_the_rest(bundle: Path) -> None:
     assert "an unknown number of parameters" in text
 
 
+def test_odd_names_stay_text_and_a_source_with_two_names_is_one(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path / "run", tracking=False)
+    odd = "x](http://evil) <b>*|\n# a heading " + "long" * 300
+    sources = [
+        OutsideSource(field="prepare.source", name=name, kind="file", digest="ef" * 32, terms=terms)
+        for name, terms in {
+            "a.jsonl": SourceTerms(license=odd),
+            odd: SourceTerms(license=odd, origin=odd, personal_data="names, by consent"),
+        }.items()
+    ]
+    data = {"train.arrow": examples(range(5)), "heldout.arrow": examples(range(5, 7)), "stats.json": b"{}"}
+    life.add("prepare", "prepare", data, {}, outside=sources)
+    life.add("base", "fresh_base", model("base") | {"config.json": b'{"architectures": null}'}, {"data": "prepare"})
+    place, node = resolve("base", life.output, None)
+    export(place, node, tmp_path / "bundle.tar")
+    assert audit_bundle(tmp_path / "bundle.tar").broken == []
+    with tarfile.open(tmp_path / "bundle.tar") as archive:
+        archive.extractall(tmp_path / "bundle", filter="data")
+    bom = (tmp_path / "bundle" / "bom.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_7).validate_str(bom) is None
+    refs = [one["bom-ref"] for one in json.loads(bom)["components"]]
+    assert len(refs) == len(set(refs))
+    elements = read_spdx((tmp_path / "bundle" / "bom.spdx.json").read_text())
+    [source] = [one for one in elements.foreach_type(spdx.dataset_DatasetPackage) if one.name == odd]
+    assert source.dataset_hasSensitivePersonalInformation.endswith("/noAssertion")
+    draft = (tmp_path / "bundle" / "ai-act.md").read_text()
+    assert "](http" not in draft.replace("\\]", "")
+    assert "<b>" not in draft.replace("\\<", "")
+    assert not re.search("^# a heading", draft, re.MULTILINE)
+    assert "| base | fresh_base | lr = 0.001, seed = 0 |" in draft
+
+
 def test_bills_need_statements_that_can_be_read(bare: Path, tmp_path: Path) -> None:
-    flip(place(bare, "sft") / "attestation" / "statement.json")
+    (place(bare, "sft") / "attestation" / "statement.json").write_text("{}")
     with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
         assert "bom.spdx.json" not in archive.getnames()

@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "another content": lambda path: path.write_bytes(b"{}"),
 }
-ADDED = ("index.html", "provenance.intoto.jsonl", "records/*/metrics.jsonl", "log.jsonl")
+ADDED = ("index.html", "provenance.intoto.jsonl", "croissant/*.json", "records/*/metrics.jsonl", "log.jsonl")
 """What goes along with the checkpoints."""
 
 
@@ -140,6 +140,15 @@ def test_no_file_of_a_bundle_can_be_changed_or_left_out(
         # A log that is not whole says nothing of the checkpoints either.
         of_log = ("checkpoint-unlogged",) if pattern == "log.jsonl" else ()
         assert all(text.startswith(("run-changed", "file-unsigned", "file-added", "log-", *of_log)) for text in broken)
+
+
+@pytest.mark.parametrize("name", ["croissant/more.json", "croissant/more/one.json", "source/more"])
+def test_nothing_can_be_put_beside_what_was_exported(name: str, unpacked: Path, tmp_path: Path) -> None:
+    files = Path(shutil.copytree(unpacked, tmp_path / "files"))
+    (files / name).parent.mkdir(exist_ok=True)
+    (files / name).write_text("{}")
+    broken = audit_bundle(packed(files, tmp_path / "policy.tar")).broken
+    assert f"file-unsigned ({name})" in broken
 
 
 def test_without_a_key_nothing_is_exported(fresh: Callable[[], Path], tmp_path: Path) -> None:

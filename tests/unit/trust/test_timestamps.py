@@ -89,8 +89,11 @@ def test_a_stamp_of_another_state_is_found(stamped: Path) -> None:
     assert findings(stamped) == ["timestamp-invalid"] * 2
 
 
-def test_a_decision_that_was_dated_back_is_found(stamped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "_now", lambda: "2020-01-01T00:00:00+00:00")
+@pytest.mark.parametrize("at", ["2020-01-01T00:00:00+00:00", "2026-12-01T00:00:00", "today"])
+def test_a_decision_that_was_dated_to_another_time_is_found(
+    at: str, stamped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "_now", lambda: at)
     decision(stamped, "5")
     assert findings(stamped) == ["timestamp-contradicts"]
 

@@ -26,10 +26,14 @@ def command(
 
     Exit codes: 0 done, 2 bad input.
     """
+    from xray_runtime.kernel.config.validation import ConfigError
+    from xray_runtime.kernel.evidence.log import view
     from xray_runtime.kernel.history.reference import resolve
     from xray_runtime.trust.approvals import approve
 
     _, node = resolve(ref, output, tracking_uri)
+    if (name, node.sha256) not in {(one.name, one.checkpoint) for one in view(output).decisions}:
+        raise ConfigError(f"--name: {name!r} has no version with checkpoint {node.sha256[:12]}")
     who = by or getpass.getuser()
     digest = approve(output, name=name, checkpoint=node.sha256, key=key, by=who, note=note)
     print(f"{who} approved {node.name} as champion of {name}; key {digest}")

@@ -24,7 +24,7 @@ from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
 from xray_runtime.methods.evaluate.human_verdicts import human_judge
-from xray_runtime.methods.evaluate.judging import Scoring, judge, record_replies
+from xray_runtime.methods.evaluate.judging import Scoring, judge, record_replies, tagged_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
     excluded = champion_prompts(inputs)
     prompts, columns, limit = select_prompts(stage, tokenizers, excluded)
+    tags = tagged_rows(config, columns, stage.name)
     human_judges = {}
     if inputs.verdicts is not None:
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, paths, inputs.prompts.path, excluded)
@@ -66,7 +67,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         for side in SIDES:
             scoring.score(side, models, prompts, prompt_texts, replies[side], columns)
     comparison: dict[str, Any] = {"samples": len(prompt_texts)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges, columns)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges, tags)
     record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, scoring.panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")

@@ -24,7 +24,7 @@ from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.evaluate.config import PEOPLE
 from xray_runtime.methods.evaluate.human_verdicts import human_judge
-from xray_runtime.methods.evaluate.judging import Scoring, judge, record_replies
+from xray_runtime.methods.evaluate.judging import Scoring, judge, record_replies, tagged_rows
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rewards.reward_reader import answer_rows
@@ -53,6 +53,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         recorder.metrics(dropped, step=0)
     chosen = drawn(stage, len(found), config.num_prompts)
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)
+    tags = tagged_rows(config, columns, stage.name)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts]
     human_judges = {}
     if inputs.verdicts is not None:
@@ -82,7 +83,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges, columns)
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges, tags)
     own = {side: [ids.tolist() for ids in replies[side].rollout.own_tokens()] for side in SIDES}
     evaluation |= {f"distinct_2_{side}": distinct_n(own[side], 2) for side in SIDES}
     record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, replies, scoring.panel, config)

@@ -118,6 +118,8 @@ class PromotionConfig(Section):
     @model_validator(mode="after")
     def _enough_approvers(self) -> Self:
         people = len(set(self.approvers))
+        if self.approvals is None and people:
+            raise ValueError("approvals must be set, since approvers are")
         if self.approvals is not None and self.approvals > people:
             raise ValueError(f"approvals = {self.approvals} must be at most {people}, the number of approvers")
         return self

@@ -148,10 +148,10 @@ def judge(
     worse: str,
     panel: Panel,
     others: Mapping[str, dict[str, Any]] | None = None,
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    tags: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals; of each tag in `columns`
-    too, where the config names a column.
+    """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals; of the rows of each of
+    `tags` too.
 
     `judges` has them by judge. `win_rate` is that of the strictest judge, whose interval begins lowest; `judge` is
     its name. It is null without judges. Ties count half, and their number is reported. `others` are judges outside the
@@ -180,22 +180,29 @@ def judge(
         content |= {
             f"{kind}_{side}": float(shown[side].mean()) if shown is not None else None for side in (worse, better)
         }
-    if config.tag_column is not None:
+    if tags is not None:
         content["tags"] = {
             tag: {
                 name: verdicts.verdict(scores, f"{name}/{tag}") for name, scores in _of_rows(panel.judges, rows).items()
             }
-            for tag, rows in tagged_rows(config.tag_column, columns or {}, stage).items()
+            for tag, rows in tags.items()
         }
     return content
 
 
-def tagged_rows(column: str, columns: Mapping[str, Sequence[Any]], stage: str) -> dict[str, list[int]]:
-    """Tag → its prompts; only tags that `MIN_TAGGED` or more of them have. A value is a tag or a list of tags.
+def tagged_rows(
+    config: EvaluationConfig, columns: Mapping[str, Sequence[Any]], stage: str
+) -> dict[str, list[int]] | None:
+    """Tag → its prompts; only tags that `MIN_TAGGED` or more of them have; None where the config names no column.
+
+    A value is a tag or a list of tags.
 
     Raises:
         ValueError: no prompt has the column.
     """
+    column = config.tag_column
+    if column is None:
+        return None
     if column not in columns:
         others = ", ".join(columns) or "no column"
         raise ValueError(f"{stage}.tag_column: {column!r} is not allowed: the held-out prompts have {others}")

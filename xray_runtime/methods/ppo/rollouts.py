@@ -28,12 +28,12 @@ import numpy as np
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 from xray_runtime.data.batch import REPLAYED, ReplyBatch, Rollout, TextBatch
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.methods.common.mismatch import check_mismatch
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch, games_of_rows, purpose_of
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.ppo.curriculum import Drawn, PromptOrder
-from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage

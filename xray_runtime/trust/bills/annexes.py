@@ -35,7 +35,7 @@ def write(history: History) -> bytes:
     machine = history.environment
     text = template("annexes.md").render(
         node=node,
-        architecture=", ".join(config.get("architectures", [])),
+        architecture=", ".join(config.get("architectures") or []),
         parameters=num_parameters(node.directory),
         context=config.get("max_position_embeddings"),
         pictures="vision_config" in config,
@@ -73,7 +73,8 @@ def _stage(history: History, node: Node) -> dict[str, Any]:
     metrics = read_metrics(records_directory(history.output, node.manifest.stage, node.manifest.key) / METRICS)
     tokens = sum(value for _, value in metrics.get(COMPUTED, []))
     flops = FLOPS_A_TOKEN * tokens * (num_parameters(node.directory) or 0) if tokens and is_model(node) else 0
-    settings = {name: node.manifest.config[name] for name in ("method", "lr", "seed") if name in node.manifest.config}
+    settings = {name: node.manifest.config[name] for name in ("method", "lr") if name in node.manifest.config}
+    settings["seed"] = node.manifest.seed
     return {
         "name": node.manifest.stage,
         "kind": node.manifest.kind,

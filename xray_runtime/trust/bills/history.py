@@ -47,8 +47,9 @@ class History:
 
     @property
     def sources(self) -> list[OutsideSource]:
-        """Everything that it and its ancestors read from outside the store."""
-        return self.statements[self.node.sha256].predicate.build.internal.sources
+        """Everything that it and its ancestors read from outside the store, each once, however it was named."""
+        found = self.statements[self.node.sha256].predicate.build.internal.sources
+        return list({(source.field, source.digest): source for source in found}.values())
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def _outside(source: OutsideSource) -> dict[str, Any]:
         fields["verifiedUsing"] = [_hash(source.digest)]
     if source.is_model:
         return _element("ai_AIPackage", _source_id(source), software_primaryPurpose="model", **fields)
-    personal = {None: NO_ASSERTION, "none": "no"}.get(source.terms.personal_data, "yes")
+    # A sentence about personal data does not say whether they are sensitive.
+    personal = "no" if source.terms.personal_data == "none" else NO_ASSERTION
     return _dataset(_source_id(source), dataset_hasSensitivePersonalInformation=personal, **fields)
 
 
@@ -99,9 +100,9 @@ def _relationships(history: History, node: Node) -> Iterator[dict[str, Any]]:
     models += [_source_id(source) for source in outside if source.is_model]
     datasets += [_source_id(source) for source in outside if not source.is_model]
     if is_model(node):
-        tests = [PREFIX + sha for one in _evaluations(history, node) for sha in one.manifest.parents.values()]
+        tests = [parent for one in _evaluations(history, node) for parent in history.parents(one)]
         found = {"descendantOf": models, "trainedOn": datasets}
-        found["testedOn"] = [sha for sha in tests if not is_model(history.graph.nodes[sha.removeprefix(PREFIX)])]
+        found["testedOn"] = [PREFIX + parent.sha256 for parent in tests if not is_model(parent)]
     else:
         found = {"hasInput": models + datasets}
     for kind, ends in found.items():

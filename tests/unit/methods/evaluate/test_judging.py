@@ -15,7 +15,7 @@ from xray_runtime.data.batch import Rollout
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies
 from xray_runtime.methods.evaluate.config import EvaluationConfig
-from xray_runtime.methods.evaluate.judging import Panel, judge, record_replies
+from xray_runtime.methods.evaluate.judging import Panel, judge, record_replies, tagged_rows
 from xray_runtime.rewards.config import reward_term
 
 NAN = math.nan
@@ -65,7 +65,8 @@ def test_each_tag_that_enough_prompts_have_gets_its_own_wins_and_scores() -> Non
     before = [0.0] * 28
     after = [NAN] + [1.0] * 9 + [-1.0] * 8 + [0.0] * 7 + [5.0] * 3
     scores = {"gold": sides(before, after)}
-    found = judge(config, 0, "evaluate", "after", "before", Panel(scores), columns={"topic": topics})["tags"]
+    tags = tagged_rows(config, {"topic": topics}, "evaluate")
+    found = judge(config, 0, "evaluate", "after", "before", Panel(scores), tags=tags)["tags"]
     assert list(found) == ["rain", "trains"]
     rain, trains = found["rain"]["gold"], found["trains"]["gold"]
     assert [rain[name] for name in ("samples", "won", "lost", "tied", "win_rate")] == [17, 9, 8, 0, 9 / 17]
@@ -76,9 +77,10 @@ def test_each_tag_that_enough_prompts_have_gets_its_own_wins_and_scores() -> Non
     with pytest.raises(
         ValueError, match=r"^evaluate\.tag_column: 'topic' is not allowed: the held-out prompts have kind$"
     ):
-        judge(config, 0, "evaluate", "after", "before", Panel(scores), columns={"kind": topics})
+        tagged_rows(config, {"kind": topics}, "evaluate")
     without = EvaluationConfig(bootstrap_samples=100, gold="vader")
-    assert "tags" not in judge(without, 0, "evaluate", "after", "before", Panel(scores), columns={"topic": topics})
+    assert tagged_rows(without, {"topic": topics}, "evaluate") is None
+    assert "tags" not in judge(without, 0, "evaluate", "after", "before", Panel(scores))
 
 
 def test_what_was_lost_is_chosen_from_all_prompts_the_largest_loss_first(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from xray_runtime.kernel.store.snapshots import SNAPSHOTS, snapshot_problem, sna
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.kernel.tracking.recorder import RECORDS
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
+from xray_runtime.trust.bills import CROISSANT
 from xray_runtime.trust.published_log import SOURCE
 
 RESULTS, PAGES = "results", "lineage"
@@ -39,7 +40,7 @@ ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, COSIGNED, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
-    *(RECORDED, WITHDRAWN, SOURCE),
+    *(RECORDED, WITHDRAWN, SOURCE, CROISSANT),
 }
 """X-ray's entries of an output directory."""
 FOLDERS = {CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS}
@@ -175,14 +176,14 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             for path in sorted(entry.iterdir()):
                 if not path.is_dir():
                     yield Finding(f"{CHECKPOINTS}/{path.name}", "file-unknown", "it is no checkpoint")
-    for folder in (RECORDS, RESULTS, PAGES, SOURCE, ARTIFACTS):
+    for folder in (RECORDS, RESULTS, PAGES, SOURCE, CROISSANT, ARTIFACTS):
         unfinished = set[str]()
         for name in _below(output, folder):
             # A record's seal is of no use once the log has the record.
             if name in view.files or (folder == RECORDS and name.removesuffix(SEALED) in view.files):
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
-            of_stage = (folder not in (PAGES, SOURCE) and len(Path(name).parts) > 2) or folder == RESULTS
+            of_stage = (folder not in (PAGES, SOURCE, CROISSANT) and len(Path(name).parts) > 2) or folder == RESULTS
             # Files of a stage that failed or has not ended are not signed yet.
             ended = holder.name in view.published or str(holder) in listed
             # MLflow loads a model from there, and X-ray puts none there.

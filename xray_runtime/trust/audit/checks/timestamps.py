@@ -41,7 +41,7 @@ def _check(audited: Audited) -> Iterator[Finding]:
             yield Finding(subject, "timestamp-invalid", str(problem))
             continue
         for decision in log.decisions[checked : stamp.decisions]:
-            if not before - CLOCKS_S <= datetime.fromisoformat(decision.at) <= now + CLOCKS_S:
+            if not _is_between(before - CLOCKS_S, decision.at, now + CLOCKS_S):
                 between = f"{before:%Y-%m-%d %H:%M:%S} and {now:%Y-%m-%d %H:%M:%S} UTC"
                 detail = f"the decision to {decision.action} says {decision.at}, and the authority: between {between}"
                 yield Finding(subject, "timestamp-contradicts", detail)
@@ -49,6 +49,14 @@ def _check(audited: Audited) -> Iterator[Finding]:
     if checked < len(log.decisions):
         missing = len(log.decisions) - checked
         yield Finding(LOG, "timestamp-missing", f"{missing} decisions (authority {state.chosen.address})")
+
+
+def _is_between(first: datetime, at: str, last: datetime) -> bool:
+    try:
+        return first <= datetime.fromisoformat(at) <= last
+    # No time, or one without a zone.
+    except (TypeError, ValueError):
+        return False
 
 
 CHECK = AuditCheck("timestamps of the log by its authority", CODES, _check)
