@@ -28,14 +28,15 @@ class TrunkMemory:
     def identified(self, rows: TextBatch) -> TextBatch:
         """`rows` with an `id` each; drops the states of other rows.
 
-        States are not remembered by row: batching may change the last bits of a row's states.
+        States are not remembered by row: batching may change the last bits of a row's states. Rows without an `id` get
+        those of none that is trained on: a later update must not take their states for its own.
         """
         ids = rows.input_ids
         digest = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
         if digest != self._digest:
             self.forget()
         self._digest = digest
-        return rows if "id" in rows else rows.with_columns(id=np.arange(len(ids)))
+        return rows if "id" in rows else rows.with_columns(id=-1 - np.arange(len(ids)))
 
     def filled(self, rows: TextBatch, tensors: TextBatch[Tensor], scorer: Scorer, world_size: int) -> TextBatch[Tensor]:
         """A micro-batch with the trunk's states, remembered or computed now."""

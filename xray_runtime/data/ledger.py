@@ -54,7 +54,8 @@ class LedgerShard:
     iteration: int
     policy: str | None
     """Digest of the trained weights that the generator loaded before the rollout. None: none were sent (before the
-    first update the policy equals its parent), or they were sent from GPU to GPU without a digest."""
+    first update the policy equals its parent, unless `lora.quantize` rounds it), or they were sent from GPU to GPU
+    without a digest."""
     table: pa.Table
     dropped: tuple[int, ...] = ()
     """Numbers of the groups in flight that the iteration gave up (`oversample`)."""

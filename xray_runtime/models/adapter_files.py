@@ -58,7 +58,11 @@ def keep_adapter(adapter: Path, directory: Path, base: str) -> None:
     sides = {name.rpartition(".lora_")[2]: tensor.shape[0] for name, tensor in tensors.items()}
     if others or sides.keys() != {"A.weight", "B.weight"} or sides["A.weight"] != config["r"]:
         return
-    lora = LoRAConfig(rank=config["r"], alpha=float(config["lora_alpha"]), rslora=bool(config.get("use_rslora", False)))
+    scale: dict[str, Any] = {"alpha": float(config["lora_alpha"]), "rslora": bool(config.get("use_rslora", False))}
+    try:
+        lora = LoRAConfig(rank=config["r"], **scale)
+    except ValueError:  # a rank or a scale that training does not have
+        return
     write_adapter(directory, lora, {name: tensor.float() for name, tensor in tensors.items()}, base)
 
 

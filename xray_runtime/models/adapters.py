@@ -102,7 +102,8 @@ class Adapters:
         seed: of A's first values; B begins as zeros, and the model as it was.
 
     Raises:
-        ValueError: the model has no layer that `config.target_modules` names, or it is no linear layer.
+        ValueError: the model has no layer that `config.target_modules` names, it is no linear layer, or `checkpoint`
+            has no matrix of its own for it.
     """
 
     def __init__(self, lm: Any, config: LoRAConfig, checkpoint: Path, seed: int) -> None:
@@ -122,6 +123,7 @@ class Adapters:
                 if is_experts(name, base):
                     self.experts[name] = AdaptedExperts(base, config.rank, config.scaling)
                     continue
+                self._saved(name)
                 if config.quantize is not None:
                     base = NF4Linear(base, self._weight(name))
                 layer = AdaptedLinear(base, config.rank, config.scaling, dora=config.dora)
@@ -175,7 +177,7 @@ class Adapters:
                 rows = 0 if layer.transposed else 1
                 share = own["magnitude"] / torch.linalg.norm(weight, dim=rows)
                 weight = weight * (share if layer.transposed else share[:, None])
-            yield f"{name}.weight", weight
+            yield self._saved(name), weight
         for name, experts in self.experts.items():
             for matrix in experts.matrices:
                 parts = [(part, getattr(experts.module, part)) for part in experts.part_names(matrix)]
@@ -227,7 +229,18 @@ class Adapters:
 
     def _weight(self, name: str) -> Tensor:
         # Mapped once: merging at every sync reads no file again.
-        return self._mapped.read(self._files, f"{name}.weight")
+        return self._mapped.read(self._files, self._saved(name))
+
+    def _saved(self, name: str) -> str:
+        """The name in files of a layer's matrix."""
+        own = f"{name}.weight"
+        if own in self._files:
+            return own
+        # Some families have other names in memory.
+        saved = [*revert_weight_conversion(self._lm, {own: torch.empty(0)})]
+        if len(saved) != 1 or saved[0] not in self._files:
+            raise ValueError(f"lora is not supported for {name} of a {type(self._lm).__name__}: no file has its matrix")
+        return saved[0]
 
 
 def adapted_layers(lm: Any, config: LoRAConfig) -> list[str]:

@@ -45,12 +45,13 @@ def require_answers(node: Node, config: Section, kept: list[int], last: int) -> 
 
 def restore_recorded(checkpoint: Path, config: Section, iteration: int | None, journal: Journal) -> list[str]:
     """Write what external rewards, environments and agents answered up to `iteration` (None: to the end) to `journal`,
-    as an earlier attempt would: asked again, they might answer differently. Returns their sources.
+    as an earlier attempt would: asked again, they might answer differently. Also that of the next one, which is
+    compared where no digest tells the weights after `iteration`. Returns their sources.
 
     Raises:
         ConfigError: a file of the checkpoint is damaged.
     """
-    last = iteration if iteration is not None else max(iterations(checkpoint / LEDGER), default=0)
+    last = iteration + 1 if iteration is not None else max(iterations(checkpoint / LEDGER), default=0)
     environment = environment_of(config)
     try:
         found = restore_answers(checkpoint, journal)

@@ -30,11 +30,11 @@ def test_the_stub_has_every_public_name(stub: str) -> None:
 def test_every_field_is_a_keyword_of_its_type(stub: str) -> None:
     functions = {node.name: node for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef)}
     ppo = functions["ppo"].args
-    assert [a.arg for a in ppo.args] == ["policy", "prompts", "reference", "rewards", "judges"]
+    assert [a.arg for a in ppo.args] == ["policy", "prompts", "reference", "rewards", "judges", "champion", "teacher"]
     types = {a.arg: ast.unparse(a.annotation) for a in ppo.kwonlyargs if a.annotation is not None}
     assert set(xray.ppo.all_field_names) <= {*types, "rewards", "judges"}
     assert types["schedule"] == "Literal['constant', 'linear', 'cosine']"
     assert types["clip_range_high"] == "float | None"
     assert types["advantages"] == "str | Callable[..., Any]"
     assert types["kl"] == "_KLConfig"
-    assert re.search(r"clip_range: number, > 0.0, < 1.0; default `0.2`\n +The policy ratio", stub)
+    assert re.search(r"clip_range: number, > 0.0, ≤ 1.0; default `0.2`\n +The policy ratio", stub)

@@ -206,6 +206,20 @@ def test_held_out_prompts_are_those_neither_model_was_trained_on(fresh: Callable
     assert sorted(m[-1]["content"] for m in both) == [f"question {i}" for i in range(51, 60)]
 
 
+def test_prompts_with_pictures_are_not_judged(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    life = Lifecycle.resumed(output)
+    picture = {"sha256": "ab" * 32, "width": 8, "height": 8}
+    one = Example("1", "c", [{"role": "user", "content": "<image>?", "pictures": [picture]}], "a")
+    data = {"train.arrow": pair_file(Example, [one]), "heldout.arrow": pair_file(Example), "stats.json": b"{}"}
+    life.add("prepare-2", "prepare", data, {}, seed=2)
+    there = open_lineage_store(output, None)
+    nodes = {node.manifest.stage: node for node in there.graph.nodes.values()}
+    setup = judge(output).setup.model_copy(update={"source": nodes["prepare-2"].sha256})
+    with pytest.raises(ConfigError, match=r"^--prompts: 'train' is not allowed: prompts have pictures"):
+        of_dataset(there, [nodes["sft"]], setup)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -203,6 +203,28 @@ def merge_into(directory: Path, adapters: Adapters) -> None:
     overwrite(directory, adapters.merged(lambda name, parameter: parameter.detach()), 0, 1)
 
 
+def test_matrices_are_merged_under_their_names_in_files(tmp_path: Path) -> None:
+    """Files of Nemotron-H say `backbone` where transformers says `model`."""
+    model("nemotron_h", vocab_size=320).float().save_pretrained(tmp_path)
+    lm: Any = load_model(tmp_path)
+    frozen = HeadedLM(lm).hidden(*TEXTS)
+    adapters = Adapters(lm, LoRAConfig(rank=2), tmp_path, seed=0)
+    with torch.no_grad():
+        for layer in adapters.layers.values():
+            layer.lora_B.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    hidden = HeadedLM(lm, adapters=adapters).hidden(*TEXTS)
+    assert (hidden - frozen).abs().max() > 1e-2
+    merge_into(tmp_path, adapters)
+    torch.testing.assert_close(HeadedLM(load_model(tmp_path)).hidden(*TEXTS), hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_a_matrix_that_no_file_has_is_refused(lm: Any, checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if "q_proj" not in n}, checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^lora is not supported for model.layers.0.self_attn.q_proj of a Llama"):
+        Adapters(lm, LoRAConfig(rank=2), checkpoint, seed=0)
+
+
 @pytest.mark.parametrize(
     ("name", "fields"), [("gate", {}), ("experts", {"dora": True})], ids=["router", "DoRA of experts"]
 )
@@ -350,11 +372,12 @@ def test_it_goes_on_where_the_fields_are_the_same(
     assert said in caplog.text
 
 
-def test_an_adapter_with_sizes_of_its_own_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{"rank_pattern": {"q_proj": 4}}, {"r": 1025}, {"lora_alpha": 0}])
+def test_an_adapter_that_training_does_not_have_is_not_kept(tmp_path: Path, fields: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
-    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4}}
-    peft = get_peft_model(model("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **patterns))
+    given: dict[str, Any] = {"r": 2} | fields
+    peft = get_peft_model(model("llama"), LoraConfig(target_modules=["q_proj", "o_proj"], **given))
     peft.save_pretrained(tmp_path / "others")
     keep_adapter(tmp_path / "others", tmp_path / "kept", "base")
     assert not (tmp_path / "kept").exists()

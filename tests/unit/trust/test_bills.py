@@ -19,7 +19,6 @@ from spdx_python_model import v3_0_1 as spdx
 
 from tests.unit.trust.commands import bundled, place
 from tests.unit.trust.synthetic import Lifecycle, examples, model
-from tests.unit.trust.tampering import flip
 from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.evidence.statement import OutsideSource
 from xray_runtime.kernel.history.reference import resolve
@@ -164,6 +163,6 @@ def test_odd_names_stay_text_and_a_source_with_two_names_is_one(tmp_path: Path) 
 
 
 def test_bills_need_statements_that_can_be_read(bare: Path, tmp_path: Path) -> None:
-    flip(place(bare, "sft") / "attestation" / "statement.json")
+    (place(bare, "sft") / "attestation" / "statement.json").write_text("{}")
     with tarfile.open(bundled(bare, tmp_path / "bundle.tar")) as archive:
         assert "bom.spdx.json" not in archive.getnames()

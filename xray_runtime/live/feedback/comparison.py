@@ -11,6 +11,7 @@ import numpy as np
 
 from xray_runtime.cluster.pool.machine import this_machine
 from xray_runtime.data.pairs import Example, Messages, Pairs, prompt_text
+from xray_runtime.data.pictures import pictures_of
 from xray_runtime.data.prompts import DatasetPrompts
 from xray_runtime.data.reading.records import prompt_of
 from xray_runtime.data.reading.sources import read_records
@@ -138,7 +139,8 @@ def _dataset_of(store: LineageStore, models: tuple[Node, Node]) -> Node:
 def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Messages]:
     """The distinct prompts of one side of the dataset `setup.source`, in random order.
 
-    Held-out prompts that one of the models, or one of its ancestors, was trained on are left out.
+    Held-out prompts that one of the models, or one of its ancestors, was trained on are left out. Raises ConfigError:
+    they have pictures.
     """
     assert setup.source is not None
     seen: list[TextSet] = []
@@ -152,6 +154,8 @@ def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Me
     by_text = {text: prompt for text, prompt in texts if not any(text in trained for trained in seen)}
     order = np.random.default_rng(derive_seed(setup.seed, "compare", "prompts")).permutation(len(by_text))
     listed = list(by_text.values())
+    if any(map(pictures_of, listed)):
+        raise ConfigError(f"--prompts: {setup.prompts!r} is not allowed: prompts have pictures, which are not shown")
     return [listed[i] for i in order]
 
 

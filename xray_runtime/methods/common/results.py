@@ -1,14 +1,28 @@
-"""The files of results: numbers, prompts and samples."""
+"""Results: their files (numbers, prompts and samples), and the names of their metrics."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.graph.kind import Recorder
+
+
+MAX_NAME = 150
+"""Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
+
+
+def metric_name(source: str) -> str:
+    """A reward source's name in metrics, without the characters that MLflow does not allow, and not too long for it."""
+    name = re.sub(r"[^\w. -]", ".", source)
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[:MAX_NAME]}.{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def write_json(path: Path, content: object) -> None:

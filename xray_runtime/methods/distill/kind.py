@@ -18,6 +18,11 @@ def check_distill(config: DistillConfig, inputs: Mapping[str, Handle]) -> None:
         check_terms(config, inputs)
     if "reference" in inputs and not config.has_reference:
         raise ValueError("reference: is not allowed with kl.coef = 0: nothing would read it")
+    if config.resample_rounds and not config.rewards and config.environment is None:
+        raise ValueError(
+            f"resample_rounds = {config.resample_rounds} must be 0 without rewards: all replies would tie, and be "
+            "sampled again for nothing"
+        )
     if config.validation is not None and not config.rewards and not config.judges:
         raise ValueError("validation: is not allowed without rewards or judges, which would score it")
     check_policy_stage(config, inputs)

@@ -33,6 +33,7 @@ from xray_runtime.data.pairs import TRAIN, prompt_text
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.sampling_config import LARGEST_SET
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.mismatch import check_mismatch
 from xray_runtime.methods.common.sampling.episode_source import (
     EpisodeSampler,
     SamplerSetup,
@@ -46,7 +47,7 @@ from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
 from xray_runtime.methods.common.training.steps import SkippedSteps
 from xray_runtime.methods.ppo.curriculum import PromptOrder
-from xray_runtime.methods.ppo.experience import Experience, build_experience, check_mismatch, scaled_rewards
+from xray_runtime.methods.ppo.experience import Experience, build_experience, scaled_rewards
 from xray_runtime.methods.ppo.functions import Functions, RowFacts, weight_function
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.in_flight import InFlight

@@ -14,6 +14,9 @@ from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.methods.common.environment import AgentConfig, check_turns
 
+WHOLE_REPLIES = ("gspo", "gmpo")
+"""Losses in which the ratio, and so the weight, of a reply's tokens is one."""
+
 
 def check_correction(config: Any, anchored: bool) -> None:
     """Raises ValueError if the importance weights do not fit the loss.
@@ -32,11 +35,13 @@ def check_correction(config: Any, anchored: bool) -> None:
             f"score_centering = True must be False with loss = {config.loss!r}, which weights each token by the "
             "policy's ratio to the sampler: that leaves nothing to center"
         )
-    if config.score_centering and config.importance_level != "token":
-        raise ValueError(
-            f"score_centering = True must be False with importance_level = {config.importance_level!r}: the weight of "
-            "a token would be that of a whole reply"
-        )
+    whole: dict[str, tuple[str, ...]] = {"importance_level": ("reply",), "loss": WHOLE_REPLIES}
+    for field, values in whole.items():
+        if config.score_centering and getattr(config, field) in values:
+            raise ValueError(
+                f"score_centering = True must be False with {field} = {getattr(config, field)!r}: the weight of a "
+                "token would be that of a whole reply"
+            )
     if lag and not anchored and mode == "none":
         raise ValueError(
             f"importance_correction = 'none' must be 'truncate' or 'mask' with lag = {lag}: replies come from the "
@@ -157,6 +162,11 @@ def check_environment(config: Any) -> None:
     if config.in_flight_updates and getattr(environment, "seats", ()):
         raise ValueError(
             "in_flight_updates = True must be False with environment.seats, whose turns wait for each other"
+        )
+    if config.observation_coef and getattr(environment, "untrainable", "refuse") == "leave_out":
+        raise ValueError(
+            f"observation_coef = {config.observation_coef} must be 0 with environment.untrainable = 'leave_out': the "
+            "policy would learn the replies that are left out, as if it had read them"
         )
     if environment.rows_an_episode > 1:
         for field in ("validation", "curriculum", "resample_rounds"):

@@ -30,6 +30,7 @@ from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, Text
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.mismatch import check_mismatch
 from xray_runtime.methods.ppo.functions import Functions, RowFacts
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _read_by_loss(
     found |= scores.pick("teacher_topk_ids", "teacher_topk_logprobs")
     if "rollout_logprobs" in read or not functions.scores_policy:
         found["rollout_logprobs"] = like
-    if "ref_logprobs" in read or config.kl.place == "loss":
+    if "ref_logprobs" in read or (config.has_reference and config.kl.place == "loss"):
         found["ref_logprobs"] = scores.ref_logprobs
     if config.score_centering or functions.read_top:
         found |= rollout.pick("topk_ids", "topk_logprobs")
@@ -191,18 +192,6 @@ def _read_by_loss(
     if "groups" in read:
         found["group"] = streams["groups"].numpy()
     return found
-
-
-def check_mismatch(mismatch: float, limit: float) -> None:
-    """Raises RuntimeError if generator and trainer differ by more than `limit` nats per token at one policy version.
-
-    Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
-    """
-    if not mismatch <= limit:  # NaN too
-        raise RuntimeError(
-            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
-            f"{limit:g}): the generator does not compute the policy; base.generator tries one before training"
-        )
 
 
 def _experience_metrics(

@@ -23,8 +23,8 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.kind import Answer, Recorder
+from xray_runtime.methods.common.results import metric_name
 from xray_runtime.methods.common.training.policy_versions import PolicyVersions
-from xray_runtime.methods.ppo.metrics import metric_name
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout

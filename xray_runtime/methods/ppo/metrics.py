@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
+from xray_runtime.methods.common.results import metric_name
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.methods.common.training.steps import router_metrics
@@ -29,8 +28,6 @@ VALUE_SUMS = {"value/loss": "value_loss", "value/clip_fraction": "value_clip_cou
 """Metric → the sum of a step that it is the mean of; of the critic, or else of the policy's value head."""
 SUMMARIZED = {"kl/reference_k1": "KL", "kl/teacher_k1": "KL to the teacher"}
 """Metric → its name in the line about an iteration, where there is such a model."""
-MAX_NAME = 150
-"""Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout
@@ -96,14 +93,6 @@ def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, f
     for source, numbers in statistics(sources).items():
         metrics |= {f"reward/source/{metric_name(source)}/{key}": value for key, value in numbers.items()}
     return metrics
-
-
-def metric_name(source: str) -> str:
-    """A reward source's name in metrics, without the characters that MLflow does not allow, and not too long for it."""
-    name = re.sub(r"[^\w. -]", ".", source)
-    if len(name) <= MAX_NAME:
-        return name
-    return f"{name[:MAX_NAME]}.{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:

@@ -276,7 +276,7 @@ class PPOObjective(Objective[PolicyForward]):
         parts: list[Component[PolicyForward]] = [PolicyGradient(config, self.policy_loss), EntropyBonus(config)]
         if config.score_centering:
             parts.append(ScoreCentering(config))
-        if config.kl.place == "loss":
+        if config.has_reference and config.kl.place == "loss":
             parts.append(KLToReference(config))
         if config.distillation is not None and config.distillation.beta is not None:
             parts.append(TeacherDivergence(config))

@@ -28,12 +28,12 @@ import numpy as np
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
 from xray_runtime.data.batch import REPLAYED, ReplyBatch, Rollout, TextBatch
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.methods.common.mismatch import check_mismatch
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch, games_of_rows, purpose_of
 from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.ppo.curriculum import Drawn, PromptOrder
-from xray_runtime.methods.ppo.experience import check_mismatch
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -128,8 +128,11 @@ class Rollouts:
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
         """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy`."""
+        lora = self._stage.config.lora
+        # A generator begins with the checkpoint, which a policy with rounded matrices is not.
+        holds_it = not iteration and (lora is None or lora.quantize is None)
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
-            return get(self._generator.follow.remote(policy, iteration)) if iteration else None
+            return None if holds_it else get(self._generator.follow.remote(policy, iteration))
 
     @property
     def dropped(self) -> Sequence[int]:

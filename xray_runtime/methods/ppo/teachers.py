@@ -40,10 +40,12 @@ class TeacherRequests:
     places: Sequence[np.ndarray]
     """The rows of each request."""
     answers: Sequence[Ref[Scores]]
+    """Each may have more rows, after these."""
 
     def get(self) -> Scores:
         """`teacher_logprobs` of all rows, in their order."""
-        parts = [_of_teacher(get(answer)) for answer in self.answers]
+        answers = zip(self.places, self.answers, strict=True)
+        parts = [_of_teacher(get(answer)).take(np.arange(len(at))) for at, answer in answers]
         return Scores.concat(parts).take(np.argsort(np.concatenate(self.places), kind="stable"))
 
 
@@ -115,10 +117,10 @@ class Teachers:
                 f"{self._stage.name}: {longest} tokens are not allowed: the teacher reads at most {self._limit}; lower "
                 "max_prompt_tokens or max_new_tokens"
             )
-        roles = {role: models[role] for role in places}
-        return TeacherRequests(
-            list(places.values()), [roles[role].score.remote(rows.take(at)) for role, at in places.items()]
-        )
+        # Each rank needs a row, and a teacher of some rows may have few: they are repeated.
+        least = self._stage.config.frozen.data_parallel
+        given = {role: rows.take(np.resize(at, max(len(at), least))) for role, at in places.items()}
+        return TeacherRequests(list(places.values()), [models[role].score.remote(of) for role, of in given.items()])
 
     def _places(self, count: int, columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
         """Teacher → its rows, of those that have any."""

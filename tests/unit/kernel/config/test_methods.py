@@ -10,11 +10,16 @@ from pydantic import ValidationError
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.published import METHODS, Method
 
+GAME = {"path": "m:E", "max_turns": 2, "max_tokens": 64}
+OF_EPISODES = ("echo",)
+"""Methods that need an environment."""
+
 
 def test_every_method_is_there_and_valid() -> None:
     assert set(get_args(Method)) == set(METHODS)
     for name, settings in METHODS.items():
-        config = PPOStageConfig(method=name)  # type: ignore[arg-type]
+        given = {"environment": GAME} if name in OF_EPISODES else {}
+        config = PPOStageConfig(method=name, **given)  # type: ignore[arg-type]
         for field, value in settings.items():
             found: Any = getattr(config, field)
             assert found == value if field != "kl" else {k: getattr(found, k) for k in value} == value

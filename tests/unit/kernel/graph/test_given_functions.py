@@ -128,7 +128,7 @@ def test_an_algorithm_is_a_function_too(graph: Graph, monkeypatch: pytest.Monkey
     assert (named.config.loss, named.config.critic_in_use) == ("mine.losses:sapo", "separate")
     for fields, message in (
         ({"loss": "os:system"}, "ppo-2: 'os:system' is not allowed: it would import os"),
-        ({"loss": "mine"}, "ppo-2.loss: 'mine' is not allowed: must be 'ppo', 'gspo', 'cispo', 'dppo_kl'"),
+        ({"loss": "mine"}, "ppo-2.loss: 'mine' is not allowed: must be 'ppo', 'gspo', 'cispo', 'clip_cov', 'dppo_kl'"),
         ({"advantages": 3}, "ppo-2.advantages: 3 is not allowed"),
         ({"method": "grpo", "critic": "shared"}, "ppo-2: critic = 'shared' must be left out with advantages = 'grpo'"),
     ):

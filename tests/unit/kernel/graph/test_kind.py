@@ -99,6 +99,7 @@ def test_roles_in_order() -> None:
         Role("reference", Model, optional=True, many=False),
         Role("rewards", RewardModel, optional=True, many=True),
         Role("judges", RewardModel, optional=True, many=True),
+        Role("champion", Model, optional=True, many=False),
         Role("teacher", Model, optional=True, many=True),
     ]
 

@@ -27,10 +27,11 @@ def shown(kind: object) -> str:
 
 def test_inputs_and_fields_with_bounds_and_descriptions() -> None:
     text = shown(xray.ppo)
-    assert "xray.ppo(policy, prompts, reference=None, rewards=None, judges=None, *, name=None, **fields)" in text
+    inputs = "policy, prompts, reference=None, rewards=None, judges=None, champion=None, teacher=None"
+    assert f"xray.ppo({inputs}, *, name=None, **fields)" in text
     assert "reference: Model, optional\n          Reference of the KL penalty" in text
     assert "rewards: any number of RewardModel" in text
-    assert "clip_range: number, > 0.0, < 1.0; default `0.2`\n          The policy ratio is clipped to 1 ± this." in text
+    assert "clip_range: number, > 0.0, ≤ 1.0; default `0.2`\n          The policy ratio is clipped to 1 ± this." in text
     assert "One kind of stage" not in text
 
 

@@ -425,12 +425,12 @@ SAMPLED = ("preferences", "best_of_n")
     ("module", "kinds"),
     [
         # An algorithm is in the keys of what runs it.
-        ("methods.ppo.body", {"ppo"}),
-        ("algorithms.losses", {"ppo"}),
-        ("methods.ppo.objectives", {"ppo"}),
+        ("methods.ppo.body", {"ppo", "distill"}),
+        ("algorithms.losses", {"ppo", "distill"}),
+        ("methods.ppo.objectives", {"ppo", "distill"}),
         (
             "algorithms.pairwise",
-            {"reward_model", "reward_base", "ppo", "evaluate", "compare", "best_of_n", "preferences"},
+            {"reward_model", "reward_base", "ppo", "distill", "evaluate", "compare", "best_of_n", "preferences"},
         ),
         ("algorithms.preference_losses", {"dpo", "kto"}),
         ("methods.dpo.body", {"dpo"}),
@@ -444,7 +444,7 @@ SAMPLED = ("preferences", "best_of_n")
             "cluster.learner",
             {
                 *("sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", "benchmark"),
-                *("lm_eval", *SAMPLED),
+                *("distill", "distill_replies", "lm_eval", *SAMPLED),
             },
         ),
     ],

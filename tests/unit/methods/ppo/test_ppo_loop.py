@@ -64,6 +64,14 @@ def test_a_policy_with_adapters_is_its_own_reference(inputs: PPOInputs, tmp_path
     np.testing.assert_equal(list(map(plain, adapted.batches)), list(map(plain, whole.batches)))
 
 
+def test_a_generator_gets_rounded_matrices_before_it_samples(inputs: PPOInputs, tmp_path: Path) -> None:
+    """They are not those of the checkpoint that it begins with."""
+    world = World()
+    attempt(inputs, tmp_path / "out", world, lora=LoRAConfig(rank=2, quantize="nf4"))
+    synced = [call for call in world.calls if call.startswith("generator")]
+    assert synced == [f"generator {call} {version}" for version in range(2) for call in ("follow", "generate")]
+
+
 def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInputs, tmp_path: Path) -> None:
     """Two prompts, two replies each. A function gives the first four replies the same, and all others what differs."""
     groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2}

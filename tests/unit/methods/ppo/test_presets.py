@@ -29,7 +29,7 @@ from xray_runtime.algorithms.trust_regions import binary_kl
 from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
-from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
 from xray_runtime.methods.ppo.functions import Functions
 from xray_runtime.methods.ppo.objectives import Observations, PolicyForward, PolicyGradient, PPOObjective
 from xray_runtime.methods.ppo.preset import PRESETS
@@ -274,6 +274,9 @@ def test_echo_is_grpo_plus_the_cross_entropy_of_what_was_read() -> None:
 def test_echo_needs_an_environment(message_texts: Messages) -> None:
     with message_texts.raises(ConfigError):
         validate_as(PPOStageConfig, {"method": "echo"})
+    # A reply that is left out of the loss is no observation.
+    with message_texts.raises(ConfigError):
+        validate_as(PPOConfig, {"method": "echo", "environment": {"agent": "a:b", "untrainable": "leave_out"}})
 
 
 def test_what_no_method_chooses_is_not_read(message_texts: Messages) -> None:

@@ -171,6 +171,14 @@ def test_a_killed_run_keeps_what_had_ended_and_a_replay_follows_the_ledger(
     trained(inputs, tmp_path / "replayed", replayed, **fields)
     assert files(tmp_path / "replayed") == after
 
+    # A replay to iteration 2 also compares the next, where no digest tells the weights after it.
+    begun = tmp_path / "begun-kept"
+    begun.mkdir()
+    restore_recorded(out, PPOConfig(**options(**fields)), 2, Journal(begun))
+    trained(inputs, tmp_path / "begun", begun, **fields)
+    found = files(tmp_path / "begun")
+    assert [found[name] for name in numbers[:4]] == [after[name] for name in numbers[:4]]
+
 
 def test_the_slowest_are_given_up_where_that_is_asked_for(inputs: PPOInputs, tmp_path: Path) -> None:
     recorder = trained(inputs, tmp_path / "out", tmp_path / "kept", oversample=0.5)

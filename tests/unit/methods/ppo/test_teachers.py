@@ -6,16 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import xray
 from tests.message_texts import Messages
 from tests.unit.methods.ppo.loop import KL_PER_TOKEN, MAX_NEW_TOKENS, MINIBATCH, REPLIES, PPOModel, World, attempt
 from xray_runtime.algorithms.losses import PolicyLossInputs
-from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.data.batch import Rollout, Scores, TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -25,7 +27,9 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.methods.distill.config import DistillConfig
 from xray_runtime.methods.distill.kind import DISTILL
+from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.objectives import KLToReference, PPOObjective
 
 OFF_BY = {"teacher.0": 0.5, "teacher.1": -0.25}
 """How much the teachers' log-probabilities of a reply's first token lie above the policy's; the second's are equal."""
@@ -122,6 +126,20 @@ def surplus(tokens: PolicyLossInputs) -> Any:
     return -tokens.logprobs * (tokens.teacher_logprobs - tokens.rollout_logprobs)
 
 
+def test_no_reference_is_read_where_its_coefficient_is_0(tmp_path: Path) -> None:
+    """`kl.place` says where a term would be that there is none of."""
+    made = DistillConfig(rewards=[], distillation={}, kl={"coef": 0.0, "place": "loss"}, **SIZES)  # type: ignore[arg-type]
+    assert "reference" not in DISTILL.models(made)
+    assert not any(
+        isinstance(part, KLToReference) for part in PPOObjective(made).components(SimpleNamespace(scalar=None))
+    )  # type: ignore[arg-type]
+    text, ids = TextBatch.of([[1], [2]], [[3, 4], [5]]).with_columns(id=np.arange(2)), Ragged.of([[3, 4], [5]])
+    logprobs = ids.like(np.full(3, -1.0, np.float32))
+    rollout = Rollout(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(2, bool), version=np.zeros(2, int))
+    scores = Scores(logprobs=logprobs, teacher_logprobs=logprobs)
+    assert "ref_logprobs" not in build_experience(made, text, rollout, scores, torch.zeros(2), 0.0).rows
+
+
 def test_a_loss_of_your_own_reads_the_teacher(tmp_path: Path, message_texts: Messages) -> None:
     given: dict[str, Any] = {"loss": "mine:surplus", "functions": {"mine:surplus": surplus}}
     given |= {"importance_correction": "none"}
@@ -150,6 +168,12 @@ def test_a_column_says_which_teacher_a_row_has(tmp_path: Path, message_texts: Me
         off = OFF_BY["teacher.0" if prompt % 3 else "teacher.1"]
         assert np.subtract(of_teacher, own).tolist() == pytest.approx([off, 0.0], abs=1e-6)
     assert {len(rows) for _, rows in texts} < {1, 2, 3, REPLIES}
+    # Each rank of a teacher needs a row, and one of them has two at most.
+    texts.clear()
+    taught(inputs, tmp_path / "ranks", column, frozen={"num_workhorses": 3})
+    assert {len(rows) for _, rows in texts} <= {3, REPLIES}
+    again = read_shard(shard_path(tmp_path / "ranks" / "ledger", 0)).table
+    assert again["teacher_logprobs"].equals(table["teacher_logprobs"])
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "other", column | {"values": ["math", "law"]})
     with message_texts.raises(ValueError):
@@ -220,6 +244,7 @@ MODEL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, 
         (1, {"distillation": {"beta": 1.5}}),
         (1, {"validation": {"every": 1}}),
         (1, {"reference": True}),
+        (1, {"resample_rounds": 1, "samples_per_prompt": 2}),
     ],
     ids=lambda value: json.dumps(value),
 )

@@ -196,6 +196,7 @@ def test_an_answer_that_cannot_be_is_refused() -> None:
     "fields",
     [
         {"score_centering": True, "importance_level": "reply"},
+        {"score_centering": True, "loss": "gspo"},
         {"score_centering": True, "method": "dppo_tv"},
         {"top_p": 0.9, "distillation": {}},
         {"top_p": 0.9, "in_flight_updates": True, "lag": 1},

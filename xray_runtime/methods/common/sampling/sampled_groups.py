@@ -13,6 +13,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.reasoning import answers_of
+from xray_runtime.methods.common.results import metric_name
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
 from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import GENERATION_BATCH, open_sampler
@@ -22,7 +23,6 @@ from xray_runtime.methods.common.sampling.turns import sampling_turn
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
 from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.ppo.metrics import metric_name
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.reward_sources import RewardSources
 
