@@ -112,7 +112,7 @@ def build_experience(
     if (wrong := rows.non_finite()) is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     metrics = _experience_metrics(config, inputs, rewards, ended, returns) | _kl_metrics(scores, mask)
-    metrics |= _kept_metrics(scores)
+    metrics |= {"rollout/kept_mass": float(scores.kept_mass.values.mean())} if "kept_mass" in scores else {}
     metrics |= _mismatch_metrics(mismatch, max_mismatch) if functions.scores_policy else {}
     return Experience(rows, int(mask.sum()), metrics.get("kl/reference_k1", 0.0), metrics)
 
@@ -225,8 +225,7 @@ def _experience_metrics(
 
 def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
     """The teacher's part of the advantages, [B, T] or 0."""
-    weight = 0.0 if config.distillation is None else config.distillation.at_samples
-    if not weight:
+    if config.distillation is None or not (weight := config.distillation.at_samples):
         return torch.zeros(())
     return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
 
@@ -235,15 +234,10 @@ def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
     """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
     found: dict[str, float] = {}
     for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
-        assert isinstance(column, Ragged)
         of = "reference" if name == "ref_logprobs" else "teacher"
         kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
         found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
     return found
-
-
-def _kept_metrics(scores: Scores) -> dict[str, float]:
-    return {"rollout/kept_mass": float(scores.kept_mass.values.mean())} if "kept_mass" in scores else {}
 
 
 def _mismatch_metrics(mismatch: dict[str, float], limit: float) -> dict[str, float]:
