@@ -85,6 +85,7 @@ def sampler(device: Device) -> VLLMSampler:
         finish_weight_update=lambda version: None,
         reset_prefix_cache=lambda: True,
         collective_rpc=lambda call: [["a"]],
+        model_config=SimpleNamespace(get_vocab_size=lambda: 8),
     )
     found._sleeps, found._stays_awake, found._asleep = True, False, set()
     found.sleep()

@@ -237,7 +237,7 @@ class Adapters:
         if own in self._files:
             return own
         # Some families have other names in memory.
-        saved = [*revert_weight_conversion(self._lm, {own: torch.empty(0)})]
+        saved: list[str] = [*revert_weight_conversion(self._lm, {own: torch.empty(0)})]
         if len(saved) != 1 or saved[0] not in self._files:
             raise ValueError(f"lora is not supported for {name} of a {type(self._lm).__name__}: no file has its matrix")
         return saved[0]

@@ -61,10 +61,10 @@ class EnvironmentConfig(_Played):
     """`module:name` of a class, or of a function without arguments, that makes the environment of one episode. Its
     module must be in XRAY_ALLOWED_IMPORTS."""
     max_turns: Count = 8
-    """Maximum number of the policy's replies in an episode, which is then truncated."""
+    """Maximum number of replies in an episode, of all seats together; it is then truncated."""
     max_tokens: Annotated[int, Field(ge=2)] = 512
-    """Maximum number of tokens after the prompt, over all turns and observations. An episode is truncated when another
-    full turn would not fit."""
+    """Maximum number of tokens after the prompt of a row, over all turns and observations. An episode is truncated when
+    another full turn would not fit."""
     seats: Annotated[list[SeatName], AfterValidator(_seats)] = Field(default_factory=list)
     """Names of the seats of a game, played by the policy (`ppo` alone); replies are compared seat by seat. Empty: the
     policy plays alone."""

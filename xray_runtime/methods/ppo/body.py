@@ -279,7 +279,10 @@ def _published(loop: _Loop, out: Path) -> int:
         return loop.monitor.end
     config, models = loop.stage.config, loop.models
     done = config.iterations
-    loop.validation.score_last(models, done, loop.episodes)
+    if config.validation is not None:
+        # As before any iteration: what is still in flight waits until the generator has them.
+        loop.rollouts.sync(models["policy"], done)
+        loop.validation.score_last(models, done, loop.episodes)
     kept = loop.validation.best.save(models, out, done, loop.validation.record())
     # An earlier version was compared with transformers' model as it was written, and no model has it any more.
     synced = stage_adapter(loop.stage)

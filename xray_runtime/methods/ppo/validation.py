@@ -121,10 +121,7 @@ class Validation:
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 
     def score_last(self, models: Mapping[str, ModelHandle], version: int, episodes: EpisodeSampler | None) -> None:
-        """Score the policy after the last update."""
-        if self._config is None:
-            return
-        get(models["generator"].follow.remote(models["policy"], version))
+        """Score the policy after the last update, which the generator has."""
         with sampling_turn(self._stage.runtime, models["generator"], trained_models(models).values()):
             replies = self._replies(models["generator"], version, episodes)
         self.score(models, replies, version)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, PPOModel, World, att
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.methods.common.sampling.reply_stream import by_token
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.methods.ppo.in_flight import InFlight
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.config import reward_term
@@ -211,6 +217,27 @@ def test_episodes_of_an_environment_have_turns_of_several_versions(inputs: PPOIn
             said = logprob(np.array(row["reply_ids"])[own]) + added
             assert np.array(row["rollout_logprobs"])[own].tolist() == pytest.approx(said.tolist())
             assert iteration - 3 <= versions.min()
+
+
+def test_the_last_weights_come_as_all_others(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation follows them; what was given up may still wait for the generator then, as another version."""
+    data = tmp_path / "data"
+    shutil.copytree(inputs.prompts.path, data)
+    rows = [Example(f"v{n}", "v", [{"role": "user", "content": f"validation {n}"}], "x") for n in range(2)]
+    write_pairs(data / "validation.arrow", Example, rows)
+    versions, updating = list[int](), InFlight.updating
+
+    def noted(self: InFlight[Any, Any], version: int) -> AbstractContextManager[None]:
+        versions.append(version)
+        return updating(self, version)
+
+    monkeypatch.setattr(InFlight, "updating", noted)
+    fields: dict[str, Any] = {"iterations": 2, "oversample": 0.5, "max_new_tokens": 16, "ends_with_last": False}
+    fields |= {"validation": {"every": 2, "num_prompts": 2}}
+    trained(replace(inputs, prompts=Dataset(data)), tmp_path / "out", tmp_path / "kept", **fields)
+    assert versions == [0, 1, 2]
 
 
 def test_a_dead_generator_is_an_error_in_seconds(inputs: PPOInputs, tmp_path: Path) -> None:
