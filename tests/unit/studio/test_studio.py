@@ -286,7 +286,9 @@ def test_an_agents_episode_is_a_conversation_with_branches() -> None:
     call = {"call": 1, "after": None, "branch": False, "seed": 1, "version": 0, "ended": True, "in_loss": True}
     first = call | {"messages": [{"prompt": "why <b>?"}], "reply": "let me look"}
     tool = {"role": "tool", "content": "rain"}
-    second = call | {"call": 2, "after": 1, "branch": True, "in_loss": False, "messages": [tool], "reply": "it rains"}
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "<b>"}}]}
+    second = call | {"call": 2, "after": 1, "branch": True, "in_loss": False, "reply": "it rains"}
+    second["messages"] = [asked, tool]
     row: dict[str, Any] = {
         "iteration": 3,
         "row": 1,
@@ -301,6 +303,7 @@ def test_an_agents_episode_is_a_conversation_with_branches() -> None:
     page = template("rows_part.html", folders).render(part=[row], node=SimpleNamespace(sha256="a" * 64), pictured=str)
     assert '<b>prompt</b> why &lt;b&gt;?</p><p class="text"><b>policy</b> let me look</p>' in page
     assert '<li class="branch"><small>call 2, after call 1, a branch, not in the loss</small>' in page
+    assert r'<b>assistant</b> [{"function": {"name": "\u003cb\u003e"}}]</p>' in page
     assert '<b>tool</b> rain</p><p class="text"><b>policy</b> it rains</p>' in page
 
 
