@@ -31,6 +31,7 @@ MEASURED = {
     "layouts.md",
     "planning-table.md",
     "routes.md",
+    "score-centering.md",
     "results.md",
 }
 """Pages of what benchmarks measured."""

@@ -153,7 +153,7 @@ class Teachers:
         ):
             *before, last = messages
             # Either text may have the other's name in braces.
-            texts = {"{prompt}": last["content"], "{demonstration}": text}
+            texts: dict[str, str] = {"{prompt}": last["content"], "{demonstration}": text}
             parts = re.split(f"({'|'.join(map(re.escape, texts))})", config.shown)
             shown.append([*before, {**last, "content": "".join(texts.get(part, part) for part in parts)}])
         replies = [ids[n:] for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
