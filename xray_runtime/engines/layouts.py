@@ -266,6 +266,11 @@ class GeneratorConfig(PlugSection):
                 if runtime.device == "cpu":
                     raise ValueError(unsupported(feature, "runtime.device = 'cpu'", why="it needs 'cuda'"))
 
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether it computes with other numbers than the weights that it gets."""
+        return False
+
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
         """The precision of weights and activations on `device` ("cpu" or "cuda")."""
         return "bfloat16" if self.capabilities.bfloat16_on_gpu and device == "cuda" else "float32"

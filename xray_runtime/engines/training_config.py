@@ -80,6 +80,9 @@ def unserved(lora: LoRAConfig, generator: GeneratorConfig) -> str | None:
     if lora.quantize is not None:
         named = f"lora.quantize = {lora.quantize!r}"
         return unsupported(named, "adapter_sync = 'adapter'", why="below the adapter are other weights than the base's")
+    if generator.rounds_weights:
+        why = "adapters are trained beside the weights as they are"
+        return unsupported("adapter_sync = 'adapter'", "generator.quantization", why=why)
     if not can(generator.capabilities, "adapters"):
         return unsupported("adapter_sync = 'adapter'", what, able(GENERATORS, "adapters"))
     if lora.dora and not can(generator.capabilities, "dora"):

@@ -26,6 +26,9 @@ class PublishedNames:
             for saved, places in published(lm, name, numbers).items():
                 if saved != name:
                     self._places[saved] = name, places.flatten()
+        saved_names = lm.state_dict().keys()
+        # Files hold these too: constants of an activation.
+        self._own |= {name: buffer for name, buffer in lm.named_buffers() if name in saved_names}
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:

@@ -144,7 +144,7 @@ REFUSED = [
     "sft: {lora: {quantize: nf4}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
     "sft: {lora: {quantize: nf4, dora: true}}",
     "reward: {lora: {target_modules: [experts]}}",
-    "generator: {engine: vllm, quantization: fp8}",
+    "generator: {engine: vllm, quantization: int4}",
     "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
     "ppo: {stages: [{routing: replay}]}",
     "ppo: {stages: [{routing: recorded}]}",

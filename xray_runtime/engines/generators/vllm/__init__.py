@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+from pydantic import model_validator
 
 from xray_runtime.engines.capabilities import GeneratorCapabilities, Transport
 from xray_runtime.engines.generator import DirectSender, Generator, MemoryPool, Receivers
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling_config import MOST_REPORTED
+from xray_runtime.kernel.plugs import unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,12 +22,32 @@ if TYPE_CHECKING:
     from xray_runtime.models.lora import LoRAConfig
 
 
+FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
+"""vLLM's arguments; of its forms in 8 bits this one has kernels for CPU too."""
+
+
 class VLLMConfig(GeneratorConfig):
     """Sampling with vLLM. Libraries and layouts round differently, so all fields are part of the key of every stage
     that samples."""
 
     engine: Literal["vllm"] = "vllm"
     """vLLM."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: the matrices in 8 bits, each of their rows with a scale of its own, and all else in bfloat16. Training and
+    what is published keep their precision, so `ppo.importance_correction` has the difference to correct."""
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> Self:
+        if self.quantization is not None and self.tensor_parallel > 1:
+            raise ValueError(unsupported(f"quantization = {self.quantization!r}", "tensor_parallel above 1"))
+        return self
+
+    @property
+    def rounds_weights(self) -> bool:
+        return self.quantization is not None
+
+    def precision(self, device: str) -> Literal["float32", "bfloat16"]:
+        return "bfloat16" if self.rounds_weights else super().precision(device)
 
 
 class VLLM(Generator):
@@ -64,7 +87,8 @@ class VLLM(Generator):
         from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
 
         if adapter is None:
-            return VLLMSampler(directory, max_length, runtime, rank)
+            quantized = isinstance(config, VLLMConfig) and config.quantization is not None
+            return VLLMSampler(directory, max_length, runtime, rank, **(FP8 if quantized else {}))
         return AdapterSampler(directory, max_length, runtime, rank, adapter)
 
     def memory_pool(self) -> MemoryPool:

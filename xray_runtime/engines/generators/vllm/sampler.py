@@ -168,8 +168,7 @@ class VLLMSampler(Sampler):
         self._llm = self._vllm.LLM(
             str(directory),
             weight_transfer_config=WeightTransferConfig(backend=transfer.BACKEND),
-            **model_options(directory, max_length, runtime, rank),
-            **options,
+            **model_options(directory, max_length, runtime, rank) | options,
         )
         if rank.world_size > 1:
             _unlink_shared_memory()
