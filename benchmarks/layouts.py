@@ -64,6 +64,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "LoRA: ZeRO-3 × 2": {"lora": LORA, "zero_stage": 3, "num_workhorses": 2},
     "LoRA: FSDP2 × 2": {"lora": LORA, "library": "fsdp2", "num_workhorses": 2},
     "LoRA: TP 2": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
+    "LoRA: TP 2 × DP 2, ZeRO-1": {"lora": LORA, "tensor_parallel": 2, "zero_stage": 1, "num_workhorses": 4},
     "LoRA: PP 2": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
 }
 """Name → fields of the engine, and of `lora`."""

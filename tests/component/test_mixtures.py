@@ -39,6 +39,13 @@ def test_peers_compute_as_near_to_float64_as_one_process(mixture: Any, tmp_path:
         assert max(np.linalg.norm(run.weights[n] - w) / np.linalg.norm(w) for n, w in exact.items()) < 5e-6
 
 
+def test_each_gradient_counts_once_in_the_norm_beside_data_parallelism(mixture: Any, tmp_path: Path) -> None:
+    """ZeRO 1 counts what carries no mark of tensor parallelism on the first peer alone."""
+    model, batches, alone = mixture
+    layout = TP | {"num_workhorses": 4, "zero_stage": 1}
+    same(run_layout(spec_of(model, layout, 32), batches, NUM_UPDATES, tmp_path), alone)
+
+
 def test_a_snapshot_goes_from_tensor_to_expert_parallelism(mixture: Any, tmp_path: Path) -> None:
     model, batches, alone = mixture
     run_ranks(spec_of(model, TP, 32), tmp_path, part, batches, range(2), None, tmp_path / "tp")

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,9 @@ class ZeroEngine(Scorer):
         load_shard(module, weights, device, dtype, ZeroPartition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
+            for name, parameter in module.named_parameters():
+                # ZeRO 1 and 2 count parameters without this mark on the first peer alone. AutoTP marks linear layers.
+                cast("Any", parameter).tensor_model_parallel = name in self._splits
         optimizer = torch.optim.AdamW(
             decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, fused=True
         )
