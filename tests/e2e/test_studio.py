@@ -198,6 +198,8 @@ def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str,
     window.keyboard.press("Enter")
     window.wait_for_url("**text=reply+0*")
     window.get_by_role("link", name="Tokens of iteration 0").first.click()
+    # Its keys are heard once the page's script has run.
+    window.wait_for_url("**/tokens?*", wait_until="load")
     tokens = window.locator("#tokens")
     tokens.focus()
     window.keyboard.press("ArrowRight")
