@@ -31,7 +31,7 @@ from xray_runtime.methods.ppo.functions import Functions, RowFacts
 from xray_runtime.methods.ppo.objectives import PPOObjective
 
 SEEDS, ITERATIONS, NUM_TOP = 3, 40, 4
-"""Of a vocabulary of 16 the four likeliest tokens."""
+"""`NUM_TOP`: likeliest tokens reported, of a vocabulary of 16."""
 SHOWN = 10
 """Iterations that a number of the table is the mean of: the first and the last."""
 

@@ -43,7 +43,7 @@ class GuessTogether:
 
     def guessed(self, guess: str) -> xray.Step:
         self.awaits_answer, self.guesses = True, self.guesses + 1
-        # What is no number is no guess: the keeper says whatever it likes, and the game ends.
+        # None where the reply is not a number in range: the keeper then answers anything, and the game ends.
         self.guess = int(guess) if guess in map(str, range(SIZE)) else None
         asked = f"Number {self.number} guess {self.guess}"
         return xray.Step([{"role": "user", "content": asked}], seat=KEEPER)

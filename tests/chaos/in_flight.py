@@ -23,7 +23,7 @@ from xray_runtime.kernel.store.manifest import LEDGER
 
 VICTIMS = {name: TARGETS[name] for name in ("driver", "stage", "generator", "learner")}
 FAULTS = 5
-"""Of a lifecycle."""
+"""Faults injected into each lifecycle."""
 STAGE = "ppo-1"
 PATIENCE = ("runtime.retries=20", "runtime.restarts=20", "runtime.stall_timeout_s=240")
 MIDDLE = 5
@@ -36,7 +36,7 @@ def draw(seed: int, stage: str) -> Case:
 
 
 class Records:
-    """What is journaled at each fault."""
+    """The journal's lines at the time of each fault."""
 
     def __init__(self) -> None:
         self.lines: dict[Path, dict[str, dict[str, Any]]] = {}
@@ -56,7 +56,7 @@ class Records:
 
 
 def lost(output: Path, known: dict[str, dict[str, Any]]) -> list[str]:
-    """What was recorded before a fault and is not in the ledger of `output`."""
+    """The entries recorded before a fault that are missing from the ledger of `output`."""
     [ledger] = output.glob(f"checkpoints/{STAGE}-*/{LEDGER}")
     schedule = {line["step"]: line["groups"] for line in known.values() if "groups" in line}
     newest: dict[tuple[int, int], dict[str, Any]] = {}
