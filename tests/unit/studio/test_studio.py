@@ -242,8 +242,8 @@ def test_each_token_has_its_numbers(output: Path) -> None:
         assert len(facts) > 3
         for n, shade, title in facts:
             assert title == (
-                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy +0.750, "
-                "advantage +0.500, importance weight +1.000, trainer minus generator +0.250"
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy 0.750, "
+                "advantage +0.500, importance weight 1.000, trainer minus generator +0.250"
             )
             # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
             # half of the largest, 0.39, which few rows have.
