@@ -13,6 +13,7 @@ import pyarrow as pa
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt
 from tests.unit.trust.synthetic import Lifecycle
 from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.cluster.stage import OpenModels
 from xray_runtime.data.ledger import LedgerShard, read_shard, shard_path
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.kernel.store.manifest import MANIFEST
@@ -113,15 +114,18 @@ class Published:
     def replay(
         self, iteration: int | None, scratch: Path, world: World | None = None, progress: OnProgress = lambda *_: None
     ) -> Replay:
-        world = world or self.world()
+        scratch.mkdir()
+        place, node = resolve("ppo", self.output, None)
+        return replay(
+            replayable(node, place.graph, iteration), iteration, self.opener(world or self.world()), scratch, progress
+        )
 
+    def opener(self, world: World) -> OpenModels:
         @contextlib.contextmanager
         def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
             yield {role: self.model(role, world, eos_token_id=1) for role in specs}  # type: ignore[misc]
 
-        scratch.mkdir()
-        place, node = resolve("ppo", self.output, None)
-        return replay(replayable(node, place.graph, iteration), iteration, open_models, scratch, progress)
+        return open_models
 
     def change_a_token(self, iteration: int, row: int = 2) -> None:
         path = shard_path(self.ledger, iteration)

@@ -210,7 +210,7 @@ class _Recorder(Recomputation):
                 part = Part(group, "recorded", self._recorded)
             found.append(part)
         same = all(part.verdict != "DIFFERENT" for part in found)
-        if same and then.to_bytes() != now.to_bytes():
+        if same and then.to_bytes() != replace(now, policy=then.policy).to_bytes():
             found.append(Part("ledger", "DIFFERENT", "the same values in different bytes, or other columns"))
         return found
 

@@ -148,7 +148,9 @@ def token_losses(
     module: Any = SimpleNamespace(scalar="values" in scores or None)
     forward = objective.forward(module, as_tensors(rows))
     tensors: Any = as_tensors(scores)  # type: ignore[arg-type]
-    given = {"_predicted": Predictions(tensors.logprobs.values, tensors.entropy.values, None, None)}
+    # What the components read of a forward pass; of the hidden states, their type.
+    predicted = Predictions(tensors.logprobs.values, tensors.entropy.values, None, None)
+    given = {"_predicted": predicted, "hidden": predicted.logprobs}
     vars(forward).update(given | ({"values": tensors.values.values} if "values" in scores else {}))
     found = {}
     for component in objective.components(module):

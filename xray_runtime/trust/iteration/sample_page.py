@@ -39,7 +39,7 @@ def write_page(
     record, columns = one.to_pylist()[0], [name for name in COLUMNS if name in table.column_names]
     reply = reply_tokens(node, iteration, row, record["round"], "advantage")
     tokens = [
-        [token.text, token.sampled, *(record[name][n] for name in columns)] for n, token in enumerate(reply.tokens)
+        (token.text, token.sampled, [record[name][n] for name in columns]) for n, token in enumerate(reply.tokens)
     ]
     html = template("sample.html").render(
         node=node,
