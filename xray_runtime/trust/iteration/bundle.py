@@ -90,6 +90,12 @@ class PortableIteration:
     """Digest of the key that signed the bundle."""
 
 
+def is_iteration(path: Path) -> bool:
+    """Whether a file says that it is the bundle of an iteration: by the name of its first member."""
+    with path.open("rb") as file:
+        return file.read(100).rstrip(b"\0") == RECORD.encode()
+
+
 def require_key(store: LineageStore) -> None:
     """Raises ConfigError where there is no key to sign a bundle with."""
     if not has_signing_key(store.output):
@@ -129,7 +135,7 @@ def _of_stage(stage: Replayable, iteration: int) -> dict[str, Path]:
     directory, config = stage.node.directory, stage.config
     assert isinstance(config, PPOConfig)
     # The next shard has the digest of the weights; those that were sampled meanwhile, answers of environments.
-    wanted = range(0 if config.in_flight_updates else iteration, iteration + config.lag + 2)
+    wanted = range(iteration, iteration + config.lag + 2)
     shards = [shard_path(stage.ledger, number) for number in iterations(stage.ledger) if number in wanted]
     record = sorted((directory / ATTESTATION).iterdir())
     others = [directory / name for name in (MANIFEST, ANSWERS, WATCHED)]

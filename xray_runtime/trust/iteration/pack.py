@@ -33,6 +33,12 @@ def check_bundle(store: LineageStore, stage: Replayable, iteration: int, path: P
         row: of the reply whose page is asked for.
     """
     require_key(store)
+    config = stage.config
+    if not isinstance(config, PPOConfig) or config.in_flight_updates:
+        raise ConfigError(
+            f"REF: {stage.node.name} is not allowed: must be of kind 'ppo', without in_flight_updates, whose replies "
+            "run across iterations"
+        )
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"BUNDLE: {str(path)!r} is not allowed: must be a file in a directory that exists")
     if row is None:
