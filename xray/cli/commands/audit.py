@@ -65,6 +65,7 @@ def command(
     """
     from xray_runtime.trust.audit.checkpoints import audit as run_audit
     from xray_runtime.trust.bundle import audit_bundle
+    from xray_runtime.trust.iteration.bundle import is_iteration
 
     if since_verified and (not everything or not hashing):
         raise ConfigError("--since-verified: needs --all, and not --no-hash")
@@ -74,6 +75,8 @@ def command(
         path = Path(ref)
         if path.is_file() and (witness or witness_key):
             raise ConfigError("--witness, --witness-key: not for a bundle; docs/verify-without-xray.md checks its log")
+        if path.is_file() and is_iteration(path):
+            raise ConfigError(f"REF: {ref!r} is not allowed: it has one iteration, and `xray replay {ref}` checks it")
         audited = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
         if audited is not None:
             report(audited, hashing, as_json)

@@ -16,9 +16,6 @@ class PlugSection(Section):
     """The config of a plug. The class that has a `registry` stands for the config of any of its plugs: as the type of a
     field, and as a function that makes one."""
 
-    # The plugs are loaded when the first field of this type is declared, or the first config is read.
-    model_config = ConfigDict(defer_build=True)
-
     registry: ClassVar[Registry[Any]]
     tag: ClassVar[str]
     """The field that names the plug."""

@@ -18,8 +18,14 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """A frozen part of the config: no unknown keys, no silent coercion."""
 
+    # Built when the first value is read: a run reads few of the sections that it imports, most as a part of another.
     model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        defer_build=True,
     )
 
     gives_rewards: ClassVar[bool] = False
