@@ -40,7 +40,7 @@ PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 class State(BaseModel):
     """The state that commands share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(defer_build=True, extra="forbid")
 
     tag: str
     """Prefix of the process tags (`xray_runtime.kernel.processes.TAG`) of every process of this server home."""

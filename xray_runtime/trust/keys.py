@@ -63,7 +63,7 @@ DIGITS = 16
 class Rotation(BaseModel):
     """One key replaced another."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     retired: Sha256
     successor: Sha256
