@@ -51,7 +51,7 @@ from xray_runtime.rewards.config import reward_term
 BASE = FreshBase(
     vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=192, max_positions=512
 )
-NUM_STOPS = 5
+NUM_STOPS = 6
 """Tokens of 512 that end a reply, of a policy that draws all of them about as often."""
 LENGTHS: dict[str, Any] = {
     "method": "grpo", "max_new_tokens": 256, "epochs": 3, "prompts_per_iteration": 8, "samples_per_prompt": 4,
