@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -247,7 +247,7 @@ def main() -> None:
                 print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
         del pool
     print(f"{about}; {options.iterations} iterations, task {options.task}\n")
-    columns = {
+    columns: dict[str, Callable[[Measured], float]] = {
         "iterations a minute": lambda each: each.per_minute,
         "generation, s": lambda each: each.generator_s,
         "training, s": lambda each: each.trainer_s,

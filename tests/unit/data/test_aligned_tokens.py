@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,15 +15,14 @@ WORDS = train_tokenizer(["hello there"] * 5, 300)
 BYTES = train_tokenizer(["q"], 300)
 
 
-def ids(tokenizer: object, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator,no-any-return]
+def ids(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
 
 
-def of(text: str, own: object = WORDS, other: object = BYTES, num_ends: int = 1) -> Aligned:
-    end = WORDS.get_vocab()[END]
-    found = aligned(
-        own, ids(own, text) + [end] * num_ends, other, ids(other, text) + [end] * num_ends, num_ends=num_ends
-    )  # type: ignore[arg-type]
+def of(text: str, own: Any = WORDS, other: Any = BYTES, num_ends: int = 1) -> Aligned:
+    end = [WORDS.get_vocab()[END]] * num_ends
+    found = aligned(own, ids(own, text) + end, other, ids(other, text) + end, num_ends=num_ends)
     assert found is not None
     return found
 
@@ -40,11 +41,11 @@ def test_a_chunk_ends_where_tokens_of_both_end() -> None:
 
 def test_the_difference_of_a_chunk_is_shared_by_its_tokens() -> None:
     one = of("hello there")
-    of_bytes = np.float32([-0.1] * 5 + [-0.2] * 6 + [-0.3])
-    found = one.spread(np.float32([-1.0, -2.0, -0.5]), of_bytes)
+    of_bytes = np.array([-0.1] * 5 + [-0.2] * 6 + [-0.3], np.float32)
+    found = one.spread(np.array([-1.0, -2.0, -0.5]), of_bytes)
     assert found.tolist() == pytest.approx([-0.5, -1.2, -0.3])
     # −1 is .5 more than 5 · −.3, and −2.4 is .6 less than 6 · −.3.
-    back = of("hello there", BYTES, WORDS).spread(np.full(12, -0.3, np.float32), np.float32([-1.0, -2.4, -0.7]))
+    back = of("hello there", BYTES, WORDS).spread(np.full(12, -0.3, np.float32), np.array([-1.0, -2.4, -0.7]))
     assert back.tolist() == pytest.approx([-0.2] * 5 + [-0.4] * 6 + [-0.7])
     assert back.dtype == np.float32
 
@@ -55,8 +56,8 @@ def test_a_teacher_that_is_the_student_is_not_a_bit_apart() -> None:
     own = (-rng.random(12)).astype(np.float32)
     same = of("hello there", BYTES, BYTES).spread(own, own)
     np.testing.assert_array_equal(same, own)
-    halves = np.float32([-0.25] * 4 + [-1.0] + [-0.5] * 6 + [-0.75])
-    words = np.float32([-2.0, -3.0, -0.75])
+    halves = np.array([-0.25] * 4 + [-1.0] + [-0.5] * 6 + [-0.75])
+    words = np.array([-2.0, -3.0, -0.75])
     np.testing.assert_array_equal(of("hello there", BYTES, WORDS).spread(halves, words), halves)
 
 
