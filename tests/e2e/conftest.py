@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What tests measured, also where they passed: times of pages, what axe found, clicks."""
+    """Print what tests measured, also where they passed: times of pages, what axe found, clicks."""
     passed = terminalreporter.getreports("passed")
     lines = [f"{r.nodeid}: {text}" for r in passed for name, text in r.user_properties if name == MEASURED]
     if lines:

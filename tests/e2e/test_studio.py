@@ -63,7 +63,7 @@ PARTS = {
     "/withdrawals/verify",
     "/metrics",
 }
-"""What pages request to show in themselves, and what programs read."""
+"""Parts that pages request, and addresses that programs read."""
 RULES = "async () => (await axe.run()).violations"
 ANSWERED_MS = "() => { const [p] = performance.getEntriesByType('navigation'); return p.responseEnd - p.requestStart; }"
 

@@ -203,7 +203,7 @@ def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
     # Replies to one prompt stand in one group; prompt n is row n of every iteration.
     by_prompt = client.get(f"{path}?order=prompt").text
     assert rows(by_prompt)[:4] == [in_order[0], in_order[40], in_order[80], in_order[1]]
-    assert by_prompt.count('aria-label="3 replies to one prompt"') == 16
+    assert by_prompt.count('aria-label="3 replies to prompt ') == 16
     assert rows(client.get(f"{path}?text=REPLY+2+39").text) == [in_order[-1]]
     assert len(rows(client.get(f"{path}?iteration=1-2&min=19").text)) == 2
     for query, text in (
@@ -242,8 +242,8 @@ def test_each_token_has_its_numbers(output: Path) -> None:
         assert len(facts) > 3
         for n, shade, title in facts:
             assert title == (
-                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy +0.750, "
-                "advantage +0.500, importance weight +1.000, trainer minus generator +0.250"
+                f"log-probability {-(int(n) + 1) / 2:+.3f}, KL to the reference +0.200, entropy 0.750, "
+                "advantage +0.500, importance weight 1.000, trainer minus generator +0.250"
             )
             # A shade is 1.5 nats; advantages and differences are all at the scale, weights at 1; the KL of row 20 is
             # half of the largest, 0.39, which few rows have.

@@ -209,7 +209,7 @@ def review_page(request: Request, name: str) -> Response:
 
 
 def _candidate(studio: Studio, name: str) -> list[DrawnResult]:
-    """What was measured of `name`'s candidate."""
+    """The measurements of `name`'s candidate."""
     store = studio.store()
     registered = view(studio.output).decided.get((name, CANDIDATE))
     judged = store.graph.judgements_of(registered.checkpoint, Evaluation, Comparison) if registered else []

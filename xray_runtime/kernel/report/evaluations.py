@@ -89,7 +89,7 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
 
 
 def _in_order(result: tuple[str, Any]) -> tuple[str, bool]:
-    """What was measured before comes first, what was measured after next to it."""
+    """Sort a number from after next to the one from before."""
     return result[0].replace("_before", "").replace("_after", ""), "_after" in result[0]
 
 
