@@ -12,12 +12,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import (
     InTotoRecord,
     SignatureProblem,
     load_public,
-    public_half,
     read_envelope,
     read_record,
     require_signers,
@@ -30,6 +28,7 @@ from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.manifest import Sha256
 from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.log import append
+from xray_runtime.trust.signing import public_bytes, require_agent
 
 
 class Approval(BaseModel):
@@ -56,15 +55,11 @@ def approve(output: Path, *, name: str, checkpoint: str, key: Path, by: str, not
 
     Raises ConfigError: it cannot be used.
     """
-    try:
-        private = read_bounded(key)
-        public = public_half(private)
-    except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not an unencrypted elliptic-curve private key"
-        raise ConfigError(f"--key: {str(key)!r} cannot be used: {reason}") from None
+    public = public_bytes(key, "--key")
+    require_agent(key)
     now = datetime.now(UTC).replace(microsecond=0)
     approval = Approval(name=name, checkpoint=checkpoint, by=by, note=note, at=now)
-    envelope = sign(_Record.of(approval, {name: checkpoint}), private).decode()
+    envelope = sign(_Record.of(approval, {name: checkpoint}), read_bounded(key)).decode()
     append(output, ApprovalGiven(name=name, checkpoint=checkpoint, key=public.decode(), envelope=envelope))
     return load_public(public).keyid
 
