@@ -72,7 +72,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(second: Path) -> None:
         *[("a person", "worse than it looked")] * 2,
     ]
     # Nothing is checked of who was champion before.
-    assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {})
+    assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {}, list)
 
 
 def test_a_witness_that_does_not_vouch_for_the_log_refuses(second: Path, tmp_path: Path) -> None:

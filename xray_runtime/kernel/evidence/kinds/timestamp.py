@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
 
 
@@ -21,14 +22,30 @@ class Stamp(NamedTuple):
     """Decisions among them."""
 
 
+class NamedAuthority(NamedTuple):
+    """An authority that the log names."""
+
+    number: int
+    """Of the entry that names it."""
+    entry: AuthorityChosen
+    is_witnessed: bool
+    """Whether the log had a witness by then."""
+
+
 @dataclass
 class LogTimestamps:
     """The timestamps in the log."""
 
-    chosen: AuthorityChosen | None = None
+    named: tuple[NamedAuthority, ...] = ()
+    """Every authority there ever was, in order; the last one stamps."""
     unstamped: int = 0
     """Decisions before the first authority was named."""
     stamps: tuple[Stamp, ...] = ()
+
+    @property
+    def chosen(self) -> AuthorityChosen | None:
+        """The authority that stamps now."""
+        return self.named[-1].entry if self.named else None
 
 
 class AuthorityChosen(SignedEntry):
@@ -42,9 +59,10 @@ class AuthorityChosen(SignedEntry):
 
     def fold(self, view: LogView, line: Line) -> None:
         state = view.state(LogTimestamps)
-        if state.chosen is None:
+        if not state.named:
             state.unstamped = len(view.decisions)
-        state.chosen = self
+        is_witnessed = view.state(LogWitness).chosen is not None
+        state.named += (NamedAuthority(line.number, self, is_witnessed),)
 
 
 class Stamped(SignedEntry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -20,6 +21,16 @@ CODES = {
         "The log names an authority, and it did not stamp the newest decisions.",
         "See that the authority answers: the next decision is stamped with those before it.",
     ),
+    "authority-named": Meaning(
+        "The log names this timestamp authority: what it stamps counts from there on.",
+        "Where you must believe times, compare its certificate with the one that the authority publishes.",
+        is_note=True,
+    ),
+    "authority-replaced": Meaning(
+        "The log names another timestamp authority than before, which whoever holds its key can do.",
+        "Ask its owner why, and compare the certificate: decisions since then are dated by this authority alone.",
+        is_note=True,
+    ),
 }
 CLOCKS_S = timedelta(seconds=300)
 """How far the clocks of the authority and of this machine may differ."""
@@ -29,6 +40,7 @@ def _check(audited: Audited) -> Iterator[Finding]:
     log, state = audited.log, audited.log.state(LogTimestamps)
     if state.chosen is None or not audited.is_log_sound:
         return
+    yield from _named(state)
     tree = MerkleTree()
     tree.follow(log.heads)
     checked, before = state.unstamped, datetime.min.replace(tzinfo=UTC) + CLOCKS_S
@@ -49,6 +61,19 @@ def _check(audited: Audited) -> Iterator[Finding]:
     if checked < len(log.decisions):
         missing = len(log.decisions) - checked
         yield Finding(LOG, "timestamp-missing", f"{missing} decisions (authority {state.chosen.address})")
+
+
+def _named(state: LogTimestamps) -> Iterator[Finding]:
+    """Every authority that the log ever named, and when."""
+    before = None
+    for number, entry, is_witnessed in state.named:
+        digest = hashlib.sha256(entry.certificate.encode()).hexdigest()
+        code = "authority-named" if before in (None, digest) else "authority-replaced"
+        detail = f"{entry.address}, by {entry.by}, {entry.at}; sha256 of its root certificate {digest[:16]}"
+        if code == "authority-replaced" and not is_witnessed:
+            detail += "; no witness saw it"
+        yield Finding(f"{LOG}, entry {number}", code, detail)
+        before = digest
 
 
 def _is_between(first: datetime, at: str, last: datetime) -> bool:
