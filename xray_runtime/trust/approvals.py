@@ -38,7 +38,7 @@ from xray_runtime.trust.signing import public_bytes, require_agent
 class Approval(BaseModel):
     """A person agrees that this checkpoint becomes champion of the registered model `name`, or no longer does."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     name: str
     checkpoint: Sha256

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from xray_runtime.kernel.evidence.kinds.witness import LogWitness
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 
 
 class Stamp(NamedTuple):
@@ -28,8 +27,6 @@ class NamedAuthority(NamedTuple):
     number: int
     """Of the entry that names it."""
     entry: AuthorityChosen
-    is_witnessed: bool
-    """Whether the log had a witness by then."""
 
 
 @dataclass
@@ -51,6 +48,7 @@ class LogTimestamps:
 class AuthorityChosen(SignedEntry):
     """From here on an authority stamps the log after each decision."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["authority"] = "authority"
     address: str
     certificate: str
@@ -61,13 +59,13 @@ class AuthorityChosen(SignedEntry):
         state = view.state(LogTimestamps)
         if not state.named:
             state.unstamped = len(view.decisions)
-        is_witnessed = view.state(LogWitness).chosen is not None
-        state.named += (NamedAuthority(line.number, self, is_witnessed),)
+        state.named += (NamedAuthority(len(view.heads), self),)
 
 
 class Stamped(SignedEntry):
     """The authority stamped the checkpoint of all entries before this one."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["stamp"] = "stamp"
     token: str = Field(max_length=2**16)
     """RFC 3161 response in DER, base64."""

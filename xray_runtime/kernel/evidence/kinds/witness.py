@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 
 
 @dataclass
@@ -13,11 +13,14 @@ class LogWitness:
     """The witness that the log knows."""
 
     chosen: WitnessChosen | None = None
+    since: int = 0
+    """The number of the entry that named the first one; 0: none."""
 
 
 class WitnessChosen(SignedEntry):
     """From here on a witness cosigns the log's checkpoints."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["witness"] = "witness"
     address: str
     """A directory, or a server's address."""
@@ -26,7 +29,9 @@ class WitnessChosen(SignedEntry):
     by: str
 
     def fold(self, view: LogView, line: Line) -> None:
-        view.state(LogWitness).chosen = self
+        state = view.state(LogWitness)
+        state.chosen = self
+        state.since = state.since or len(view.heads)
 
 
 KINDS = (WitnessChosen,)

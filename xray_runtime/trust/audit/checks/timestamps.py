@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from xray_runtime.kernel.evidence.kinds.timestamp import LogTimestamps
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.history.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.trust.log import origin
@@ -40,7 +41,7 @@ def _check(audited: Audited) -> Iterator[Finding]:
     log, state = audited.log, audited.log.state(LogTimestamps)
     if state.chosen is None or not audited.is_log_sound:
         return
-    yield from _named(state)
+    yield from _named(state, log.state(LogWitness).since)
     tree = MerkleTree()
     tree.follow(log.heads)
     checked, before = state.unstamped, datetime.min.replace(tzinfo=UTC) + CLOCKS_S
@@ -63,14 +64,14 @@ def _check(audited: Audited) -> Iterator[Finding]:
         yield Finding(LOG, "timestamp-missing", f"{missing} decisions (authority {state.chosen.address})")
 
 
-def _named(state: LogTimestamps) -> Iterator[Finding]:
+def _named(state: LogTimestamps, witness_since: int) -> Iterator[Finding]:
     """Every authority that the log ever named, and when."""
     before = None
-    for number, entry, is_witnessed in state.named:
+    for number, entry in state.named:
         digest = hashlib.sha256(entry.certificate.encode()).hexdigest()
         code = "authority-named" if before in (None, digest) else "authority-replaced"
         detail = f"{entry.address}, by {entry.by}, {entry.at}; sha256 of its root certificate {digest[:16]}"
-        if code == "authority-replaced" and not is_witnessed:
+        if code == "authority-replaced" and not 0 < witness_since < number:
             detail += "; no witness saw it"
         yield Finding(f"{LOG}, entry {number}", code, detail)
         before = digest
