@@ -84,7 +84,7 @@ def verified(given: ApprovalGiven) -> tuple[str, Approval]:
     if (approval.name, approval.checkpoint) != (given.name, given.checkpoint):
         raise SignatureProblem("invalid", "it approves another candidate")
     if approval.withdrawn != (given.action == "approve-end") or approval.at.tzinfo is None:
-        raise SignatureProblem("invalid", "it is no record of this action, or has no time")
+        raise SignatureProblem("invalid", "it was signed for another action, or has no time")
     return key.keyid, approval
 
 
@@ -110,6 +110,6 @@ def check_approvals(log: LogView, name: str, checkpoint: str, gates: PromotionCo
     """Whether enough of the people whose keys are listed approved a candidate: the gate `approvals`."""
     needed, allowed = gates.approvals or 0, set(gates.approvers)
     last = _last_words(log, name, checkpoint).items()
-    people = [f"{said.by} ({key[:12]})" for key, said in last if key in allowed and not said.withdrawn]
+    people = [f"{one.by} ({key[:12]})" for key, one in last if key in allowed and not one.withdrawn]
     reason = f"approved by {', '.join(people) or 'nobody'}; {needed} of {len(allowed)} people must"
     return Gate(name="approvals", passed=len(people) >= needed, reason=reason)

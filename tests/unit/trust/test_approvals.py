@@ -132,7 +132,7 @@ def test_a_withdrawn_approval_cannot_be_logged_again(candidate: Path, keys: dict
     withdrawn = view(candidate).state(LogApprovals).given[2]
     append(candidate, withdrawn.model_copy(update={"action": "approve"}))
     assert [line.partition(" ")[0] for line in broken(candidate)] == ["approval-invalid"]
-    with pytest.raises(ValueError, match="no record of this action"):
+    with pytest.raises(ValueError, match="signed for another action"):
         module.verified(by_bo.model_copy(update={"action": "approve-end"}))
 
 

@@ -246,7 +246,7 @@ def names_agent_key(private: bytes) -> bool:
 
 @lru_cache(maxsize=8)
 def load_signer(private: bytes) -> Signer:
-    """What signs with a private key in PEM, or has an SSH agent sign, where that is a public key (PEM, or OpenSSH's).
+    """The signer of a private key in PEM; an SSH agent signs where it is a public key (PEM, or OpenSSH's).
 
     Raises ValueError or TypeError where it is no (unencrypted) elliptic-curve one.
     """

@@ -122,7 +122,7 @@ class RunFacts(EvidenceModel):
     device_seconds: float = 0.0
     """Time in which this attempt's models were open, times the devices that they held."""
     energy_joules: dict[str, float] = Field(default_factory=dict)
-    """What processors and GPUs of the machine that ran the stage used meanwhile, where it tells (`kernel.energy`)."""
+    """Used meanwhile by processors and GPUs of the machine that ran the stage, where it tells (`kernel.energy`)."""
 
 
 class Metadata(EvidenceModel):

@@ -23,12 +23,12 @@ CODES = {
         "See that the authority answers: the next decision is stamped with those before it.",
     ),
     "authority-named": Meaning(
-        "The log names this timestamp authority: what it stamps counts from there on.",
+        "The log names this timestamp authority. Its stamps count from there on.",
         "Where you must believe times, compare its certificate with the one that the authority publishes.",
         is_note=True,
     ),
     "authority-replaced": Meaning(
-        "The log names another timestamp authority than before, which whoever holds its key can do.",
+        "The log names another timestamp authority than before, which the holder of its key can do.",
         "Ask its owner why, and compare the certificate: decisions since then are dated by this authority alone.",
         is_note=True,
     ),
@@ -42,8 +42,7 @@ def _check(audited: Audited) -> Iterator[Finding]:
     if state.chosen is None or not audited.is_log_sound:
         return
     yield from _named(state, log.state(LogWitness).since)
-    tree = MerkleTree()
-    tree.follow(log.heads)
+    tree = MerkleTree(map(bytes.fromhex, log.heads))
     checked, before = state.unstamped, datetime.min.replace(tzinfo=UTC) + CLOCKS_S
     for stamp in state.stamps:
         subject = f"{LOG}, entry {stamp.size + 1}"
