@@ -72,7 +72,7 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(second: Path) -> None:
         *[("a person", "worse than it looked")] * 2,
     ]
     # Nothing is checked of who was champion before.
-    assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {}, list)
+    assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {})
 
 
 def test_a_witness_that_does_not_vouch_for_the_log_refuses(second: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
     assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
     place, node = resolve("ppo-2", output, None)
-    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {})
+    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {}, list)
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
     assert len(decided(output)) == 2

@@ -25,7 +25,7 @@ class NamedAuthority(NamedTuple):
     """An authority that the log names."""
 
     number: int
-    """Of the entry that names it."""
+    """The number of the entry that names it."""
     entry: AuthorityChosen
 
 
