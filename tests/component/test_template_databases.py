@@ -6,7 +6,7 @@ import importlib.metadata
 import sqlite3
 from pathlib import Path
 
-from xray_runtime.kernel.template_database import _cache_directory
+from xray_runtime.kernel.cache import cache_directory
 from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
 from xray_runtime.kernel.tracking.registry import open_client
 
@@ -17,7 +17,7 @@ def schema(path: Path) -> list[tuple[str]]:
 
 def template(package: str) -> list[tuple[str]]:
     """The schema of this machine's template for the installed version of `package`."""
-    return schema(_cache_directory() / f"{package}-{importlib.metadata.version(package)}.db")
+    return schema(cache_directory() / f"{package}-{importlib.metadata.version(package)}.db")
 
 
 def test_a_prefect_server_works_on_a_copy(prefect: str, prefect_database: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from xray_runtime.kernel.cache import cache_directory
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.files import sync, write_atomic
 
@@ -59,7 +60,7 @@ def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> Non
 
 
 def _template(package: str, make: Callable[[Path], None]) -> Path:
-    directory = _cache_directory()
+    directory = cache_directory()
     template = directory / f"{package}-{importlib.metadata.version(package)}.db"
     if template.exists():
         return template
@@ -73,14 +74,3 @@ def _template(package: str, make: Callable[[Path], None]) -> Path:
                     connection.execute("VACUUM INTO ?", (str(whole),))
                 write_atomic(template, whole.read_bytes())
     return template
-
-
-def _cache_directory() -> Path:
-    """The cache directory, which only this user may write: a template with triggers would infect all databases."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    directory = (Path(base) if base else Path.home() / ".cache") / "xray"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{directory} can be written by others")
-    return directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -15,9 +15,6 @@ from xray_runtime.kernel.plugs import Registry, able, can, unsupported
 class PlugSection(Section):
     """The config of a plug. The class that has a `registry` stands for the config of any of its plugs: as the type of a
     field, and as a function that makes one."""
-
-    # The plugs are loaded when the first field of this type is declared, or the first config is read.
-    model_config = ConfigDict(defer_build=True)
 
     registry: ClassVar[Registry[Any]]
     tag: ClassVar[str]
@@ -47,7 +44,7 @@ class PlugSection(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
         """As validation: the tag may be left out, so that a config may be one of several plugs."""
-        schema_of_union = handler(schema)
+        schema_of_union = super().__get_pydantic_json_schema__(schema, handler)
         return {"anyOf": schema_of_union["oneOf"]} if "oneOf" in schema_of_union else schema_of_union
 
     @classmethod

@@ -40,7 +40,9 @@ class EvidenceModel(BaseModel):
     """Part of a statement."""
 
     # Otherwise pydantic writes null for NaN, and no later check sees it.
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants"
+    )
 
 
 class Digests(EvidenceModel):
@@ -107,6 +109,11 @@ class Verifier:
 
     def __init__(self, trusted: Sequence[TrustedKey]) -> None:
         self._keys = {key.sha256: key for key in trusted}
+
+    @property
+    def keys(self) -> dict[str, str | None]:
+        """Every key, and until when it signed."""
+        return {name: key.until.isoformat() if key.until is not None else None for name, key in self._keys.items()}
 
     @property
     def present(self) -> list[SSlibKey]:

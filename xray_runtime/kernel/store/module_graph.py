@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xray_runtime.kernel.store.libraries import top_of, version_of
-from xray_runtime.kernel.store.syntax import DECLARATION, CodeDigestError, Import, Syntax, read_syntax
+from xray_runtime.kernel.store.syntax import DECLARATION, CodeDigestError, Import, Syntax, keep_syntax, read_syntax
 
 PUBLIC = ("xray.algorithms", "xray.data", "xray.environments", "xray.rewards")
 """Modules that pass names on and compute nothing: what they import is followed, though `xray` above them is not."""
@@ -76,8 +76,12 @@ def reach(
         if follow(top_of(root)) and not finder.find(root):
             raise CodeDigestError(f"{root}: there is no such module, or no source of it")
     seen, left_out = set(leave_out), tuple(f"{name}." for name in leave_out)
+    handled = set[str]()
     while waiting:
         whole = waiting.popleft()
+        if whole in handled:
+            continue
+        handled.add(whole)
         if whole not in PUBLIC and not follow(top_of(whole)):
             libraries |= {top_of(whole)} - sys.stdlib_module_names
             continue
@@ -98,6 +102,7 @@ def reach(
             if whole not in PUBLIC:
                 digests[name] = syntax.digest
             waiting.extend(_imported(name, module, syntax, finder))
+    keep_syntax()
     return dict(sorted(digests.items())), libraries
 
 

@@ -18,6 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from xray_runtime.kernel.store.digest_memory import FileState
+from xray_runtime.kernel.store.syntax_memory import syntax_memory
+
 IMPORTERS = ("import_module", "__import__")
 DECLARATION = "USES"
 
@@ -61,9 +64,22 @@ def read_syntax(path: Path) -> Syntax:
         raise CodeDigestError(f"{path}: cannot be read as Python ({' '.join(str(error).split())})") from error
 
 
+def keep_syntax() -> None:
+    """Remember the syntax of the files read so far, for other processes."""
+    syntax_memory(Path(__file__)).keep()
+
+
 @cache
 def _read(path: Path, version: tuple[int, int, int]) -> Syntax:
-    return syntax_of(ast.parse(path.read_bytes()), str(path))
+    memory, state = syntax_memory(Path(__file__)), FileState.of(path)
+    if (known := memory.recall(state)) is not None:
+        digest, imports, exports, uses, unreadable_line = known
+        loaded = tuple(Import(module, tuple(names)) for module, names in imports)
+        return Syntax(digest, loaded, tuple(exports), None if uses is None else tuple(uses), unreadable_line)
+    syntax = syntax_of(ast.parse(path.read_bytes()), str(path))
+    if FileState.of(path) == state:
+        memory.remember(state, [*vars(syntax).values()])
+    return syntax
 
 
 def syntax_of(tree: ast.Module, where: str) -> Syntax:
