@@ -1,13 +1,14 @@
 """How long generator and trainer wait for each other: synchronous, `lag: 1`, and `in_flight_updates`.
 
-    python -m benchmarks.in_flight [--iterations 12] [--repeats 3] [--task lengths|quickstart]
+    python -m benchmarks.in_flight [--task lengths|quickstart] [--iterations 12] [--repeats 3] [--modes NAME…]
 
-GRPO over real engines, vLLM and DeepSpeed, in processes of their own with one thread each. With the task `lengths`
-replies end at random, so that their lengths differ by more than 20 times, and the small model's calls sleep until they
-have taken what they would take on devices of their own: 10 ms a token of the longest reply, 0.25 s an optimizer step,
-so that a rollout takes about as long as an update. With `quickstart` replies have 16 tokens, and nothing sleeps. Every
-call of the generator and of the trainer writes its begin and end; idle is the share of the time, from the second
-iteration on, in which a process had none.
+Real engines, vLLM and DeepSpeed, in processes of their own with one thread each. With the task `lengths`, GRPO of 32
+replies, these end at random, so that their lengths differ by more than 20 times, and the small model's calls sleep
+until they have taken what they would take on devices of their own: 20 ms a token of the longest reply, 0.5 s an
+optimizer step, so that a rollout takes about as long as an update. `quickstart` is the first PPO stage of
+configs/quickstart.yaml with its base and a function as reward, and nothing sleeps. Every call of the generator and of
+the trainer writes its begin and end; idle is the share of the time, from the second iteration on, in which a process
+had none.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.layouts import make_model
 from benchmarks.machine import line, machine, spread, start_ray, table
@@ -30,6 +34,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.opening import WORKHORSES, model_opener
+from xray_runtime.cluster.pool.pool import open_worker_pool
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
@@ -44,23 +49,30 @@ from xray_runtime.models.config import FreshBase
 from xray_runtime.rewards.config import reward_term
 
 BASE = FreshBase(
-    vocab_size=512, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=4, intermediate_size=384, max_positions=512
+    vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=192, max_positions=512
 )
-NUM_STOPS = 12
+NUM_STOPS = 6
 """Tokens of 512 that end a reply, of a policy that draws all of them about as often."""
+LENGTHS: dict[str, Any] = {
+    "method": "grpo", "max_new_tokens": 256, "epochs": 3, "prompts_per_iteration": 8, "samples_per_prompt": 4,
+    "minibatch_size": 16, "lr": 1e-6, "reward_scaling": "none", "truncated": "penalize",
+}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "lag 1": {"lag": 1},
     "in flight, lag 2": {"lag": 2, "in_flight_updates": True},
     "in flight, lag 2, oversample 0.25": {"lag": 2, "in_flight_updates": True, "oversample": 0.25},
 }
-TASKS: dict[str, dict[str, Any]] = {
-    "lengths": {"max_new_tokens": 384, "epochs": 4},
-    "quickstart": {"max_new_tokens": 16, "epochs": 4},
-}
+TASKS, POOL = ("lengths", "quickstart"), "benchmark"
+TOKEN_S, STEP_S = 0.02, 0.5
 
 
-TOKEN_S, STEP_S = 0.01, 0.25
+def task_of(name: str) -> tuple[FreshBase, dict[str, Any]]:
+    """(base, fields of the stage)"""
+    if name == "lengths":
+        return BASE, LENGTHS
+    content = yaml.safe_load((Path(__file__).parents[1] / "configs" / "quickstart.yaml").read_text())
+    return FreshBase(**content["base"]), content["ppo"]["stages"][0]
 
 
 @contextmanager
@@ -142,6 +154,9 @@ class Recorder:
 @dataclass(frozen=True)
 class Measured:
     per_minute: float
+    generator_s: float
+    """Seconds an iteration in which the generator had a call."""
+    trainer_s: float
     generator_idle: float
     trainer_idle: float
     lengths: float
@@ -151,17 +166,14 @@ class Measured:
 
 def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> Measured:
     root.mkdir()
-    config = PPOConfig(
-        method="grpo", iterations=iterations, prompts_per_iteration=8, samples_per_prompt=4, minibatch_size=16,
-        lr=1e-6, reward_scaling="none", truncated="penalize", rewards=[reward_term(function="even")],
-        **TASKS[task] | MODES[mode],
-    )  # fmt: skip
+    given = task_of(task)[1] | MODES[mode] | {"iterations": iterations}
+    config = PPOConfig(**given, rewards=[reward_term(function="even")])
     texts = [f"question number {number}" for number in range(64)]
     examples = [Example(str(i), "c", [{"role": "user", "content": text}], "fine") for i, text in enumerate(texts)]
     write_pairs(root / TRAIN, Example, examples)
     (root / "dataset.json").write_text('{"max_prompt_tokens": 64}')
     runtime, events = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.5), root / "events.jsonl"
-    opened = model_opener(runtime, root / "logs", "")
+    opened = model_opener(runtime, root / "logs", POOL)
 
     @contextmanager
     def timed(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -180,20 +192,27 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
     stage = Stage("ppo", 3, config, PPOInputs(Model(model), Dataset(root)), runtime, timed, functions, root)
     run(stage, out, recorder)  # type: ignore[arg-type]
     first, last = recorder.ends[0], recorder.ends[-1]
-    idle = {who: 1 - busy(events, who, first, last) / (last - first) for who in ("generator", "trainer")}
+    works = {who: busy(events, who, first, last) for who in ("generator", "trainer")}
     return Measured(
         60 * (iterations - 1) / (last - first),
-        idle["generator"],
-        idle["trainer"],
+        works["generator"] / (iterations - 1),
+        works["trainer"] / (iterations - 1),
+        1 - works["generator"] / (last - first),
+        1 - works["trainer"] / (last - first),
         spread_of_lengths(out),
         statistics.mean(point["rollout/lag"] for point in recorder.points),
     )
 
 
 def busy(events: Path, who: str, begin: float, end: float) -> float:
-    """Seconds between `begin` and `end` in which a process had a call; its calls do not overlap."""
-    calls = (json.loads(each) for each in events.read_text().splitlines())
-    return sum(max(0.0, min(e, end) - max(b, begin)) for what, b, e in calls if what == who)
+    """Seconds between `begin` and `end` in which the generator, or one of the models that score and learn, had a
+    call."""
+    calls = [json.loads(each) for each in events.read_text().splitlines()]
+    seconds, done = 0.0, begin
+    for b, e in sorted((b, min(e, end)) for what, b, e in calls if what == who):
+        seconds += max(0.0, e - max(b, done))
+        done = max(done, e)
+    return seconds
 
 
 def spread_of_lengths(out: Path) -> float:
@@ -209,27 +228,37 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--task", choices=TASKS, default="lengths")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = parser.parse_args()
-    about, found = machine(), {name: list[Measured]() for name in MODES}
+    about, found = machine(), {name: list[Measured]() for name in options.modes}
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model", BASE)
+        model = make_model(Path(scratch) / "model", task_of(options.task)[0])
         written = model / "generation_config.json"
         stops = json.loads(written.read_text()) if written.is_file() else {}
         if options.task == "lengths":
             stops["eos_token_id"] = [0, *range(100, 100 + NUM_STOPS)]
             written.write_text(json.dumps(stops))
         start_ray(4)
+        pool = open_worker_pool(POOL)  # processes are used again
         for repeat in range(options.repeats):
-            for name in MODES:
+            for name in options.modes:
                 root = Path(scratch) / f"{name.replace(' ', '-')}-{repeat}"
                 found[name].append(measured(model, root, options.task, name, options.iterations))
-    print(f"{about}; {options.iterations} iterations of 32 replies, task {options.task}\n")
-    head = ("", "iterations a minute", "generator idle, %", "trainer idle, %", "lengths, p95 ÷ p5", "lag, updates")
-    table(head, [])
+                print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+        del pool
+    print(f"{about}; {options.iterations} iterations, task {options.task}\n")
+    columns: dict[str, Callable[[Measured], float]] = {
+        "iterations a minute": lambda each: each.per_minute,
+        "generation, s": lambda each: each.generator_s,
+        "training, s": lambda each: each.trainer_s,
+        "generator idle, %": lambda each: 100 * each.generator_idle,
+        "trainer idle, %": lambda each: 100 * each.trainer_idle,
+        "lengths, p95 ÷ p5": lambda each: each.lengths,
+        "lag, updates": lambda each: each.lag,
+    }
+    table(("", *columns), [])
     for name, runs in found.items():
-        idle = (spread(100 * getattr(each, f"{who}_idle") for each in runs) for who in ("generator", "trainer"))
-        rest = (spread(each.lengths for each in runs), spread(each.lag for each in runs))
-        line((name, spread(each.per_minute for each in runs), *idle, *rest))
+        line((name, *(spread(map(column, runs)) for column in columns.values())))
 
 
 if __name__ == "__main__":

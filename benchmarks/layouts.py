@@ -66,8 +66,16 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "LoRA: TP 2": {"lora": LORA, "tensor_parallel": 2, "num_workhorses": 2},
     "LoRA: TP 2 × DP 2, ZeRO-1": {"lora": LORA, "tensor_parallel": 2, "zero_stage": 1, "num_workhorses": 4},
     "LoRA: PP 2": {"lora": LORA, "pipeline_parallel": 2, "num_workhorses": 2},
+    "LoRA: Megatron TP 2": {"lora": LORA, "library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
 }
 """Name → fields of the engine, and of `lora`."""
+DORA = LORA | {"dora": True}
+NORMED: dict[str, dict[str, Any]] = {
+    "DoRA: 1 process": {"lora": DORA},
+    "DoRA: ZeRO-3 × 2": {"lora": DORA, "zero_stage": 3, "num_workhorses": 2},
+    "DoRA: TP 2": {"lora": DORA, "tensor_parallel": 2, "num_workhorses": 2},
+    "DoRA: Megatron TP 2": {"lora": DORA, "library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+}
 MIXTURE = BASE.model_copy(update={"intermediate_size": 256, "num_experts": 4})
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixture: 1 process": {},
@@ -87,7 +95,7 @@ ADAPTED_MIXTURES: dict[str, dict[str, Any]] = {
     "LoRA on experts: TP 2": {"lora": EXPERTS_LORA, "tensor_parallel": 2, "num_workhorses": 2},
     "LoRA on experts: EP 2": {"lora": EXPERTS_LORA, "library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2},
 }
-GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (MIXTURE, MIXTURES), (MIXTURE, ADAPTED_MIXTURES))
+GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (BASE, NORMED), (MIXTURE, MIXTURES), (MIXTURE, ADAPTED_MIXTURES))
 """Models, each with its layouts; the first is what the others are compared with."""
 
 
@@ -277,14 +285,14 @@ def table(num_updates: int, only: str = "") -> str:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         for base, layouts in GROUPS:
-            chosen = {name: layout for name, layout in layouts.items() if only in name}
-            _rows(root, base, chosen, num_updates, lines)
+            chosen = [name for name in layouts if only in name]
+            if chosen:  # and what they are compared with
+                names = dict.fromkeys([next(iter(layouts)), *chosen])
+                _rows(root, base, {name: layouts[name] for name in names}, num_updates, lines)
     return "\n".join(lines)
 
 
 def _rows(root: Path, base: FreshBase, layouts: dict[str, dict[str, Any]], num_updates: int, lines: list[str]) -> None:
-    if not layouts:
-        return
     model = make_model(root / str(len(lines)), base)
     batches = global_batches(model)
     alone: Run | None = None
@@ -321,7 +329,7 @@ differences from one process:
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step; FSDP2 steps the weights themselves. Megatron also splits the embedding,
 which the planner does not count; its pipeline schedules and its distributed optimizer need CUDA and are not in this
-table. Adapters (LoRA of rank 16), also of experts, are compared with those that one process trains. Ranks of SP,
+table. Adapters (of rank 16), also of experts, are compared with those that one process trains. Ranks of SP,
 sequence parallelism, share the tokens of each micro-batch's row of packed sequences, and hold the same states as DP.
 Seconds are of all the layout's processes on {cores} cores: they say little of speed on a cluster.
 

@@ -28,10 +28,12 @@ from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray.tasks.stored_results import find_result, keep_result, show_cached
 from xray.tasks.summary import headline, stage_markdown
+from xray_runtime.cluster.device_time import DeviceTime
 from xray_runtime.cluster.opening import model_opener
 from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.energy import EnergyMeter
 from xray_runtime.kernel.errors import (
     NonFiniteError,
     StageOutOfMemoryError,
@@ -89,6 +91,7 @@ class StageJob:
         self._progress = StageProgress(spec.name, context.run_id)
         self._tracker = Tracker(context.tracking_uri, context.experiment, None)
         self._start, self._started = time.perf_counter(), datetime.now(UTC)
+        self._devices = DeviceTime()
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -119,6 +122,7 @@ class StageJob:
         spec, context = self._spec, self._context
         run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
         recorder = self._open_recorder(run)
+        self._energy = EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
             evidence().log_checkpoints(self._output, {checkpoint.path.name: checkpoint.sha256}, here=True)
@@ -146,6 +150,7 @@ class StageJob:
             run.finish("KILLED" if is_cancelled(error) else "FAILED", recorder.attempt)
             raise
         finally:
+            self._energy.end()
             recorder.close()
         image = self._tracker.image(run.run_id, "training") if figure is not None else None
         page = stage_markdown(self._kind, result, series, self._tracker.page(run.run_id), image)
@@ -174,7 +179,6 @@ class StageJob:
     def _build(self, recorder: StageRecorder, mlflow_run_id: str) -> tuple[CheckpointRef, int]:
         """(the published checkpoint, attempts it took)."""
         spec, store = self._spec, self._store
-        facts = self._facts(mlflow_run_id, recorder.attempt)
         # An earlier attempt may have published its checkpoint before it was lost.
         if (checkpoint := store.find(spec.name, self._key)) is not None:
             return checkpoint, recorder.attempt - 1
@@ -202,6 +206,7 @@ class StageJob:
                 check_unchanged(outside, self._memory)
             check_numbers(spec.name, built, self._kind.results)
             recorder.seal_metrics()
+            facts = self._facts(mlflow_run_id, attempts)
             checkpoint = store.publish(
                 built,
                 self._identity,
@@ -222,6 +227,8 @@ class StageJob:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self._kind.sides is not None else None,
+            device_seconds=round(self._devices.seconds, 3),
+            energy_joules={name: round(joules, 3) for name, joules in self._energy.joules().items()},
             outside=[
                 OutsideSource(
                     field=file.field,
@@ -238,13 +245,14 @@ class StageJob:
 
     def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder, paths: Mapping[str, Path]) -> Stage[Any, Any]:
         inputs = self._kind.inputs_at(paths)
+        opener = model_opener(runtime, recorder.log_dir, self._context.run_id, picture_folders(inputs))
         return Stage(
             name=self._spec.name,
             seed=self._spec.seed,
             config=self._config,
             inputs=inputs,
             runtime=runtime,
-            open_models=model_opener(runtime, recorder.log_dir, self._context.run_id, picture_folders(inputs)),
+            open_models=self._devices.measured(opener, runtime),
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,

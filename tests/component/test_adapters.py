@@ -116,16 +116,14 @@ def test_off_it_is_the_reference(alone: Any, tiny_model: Path, batches: list[Tex
         pytest.param(TP, id="TP 2"),
         pytest.param(PP, id="PP 2"),
         pytest.param(SP, id="SP 2", marks=pytest.mark.long),
+        pytest.param(TP | {"library": "megatron"}, id="Megatron TP 2"),
+        pytest.param({"library": "megatron", "num_workhorses": 2}, id="Megatron DP 2", marks=pytest.mark.long),
     ],
 )
 def test_the_layout_does_not_show(
     alone: Any, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     config, made, adapters, reference = alone
-    if config.dora and layout in (ZERO_3, TP):
-        with pytest.raises(ValueError, match=r"lora\.dora is not supported with engine\."):
-            type(spec_of(tiny_model, {}).training)(lr=1e-3, lora=config, engine=layout)  # type: ignore[misc]
-        return
     spec = adapted(tiny_model, config, layout)
     split, own, references = run(spec, batches, tmp_path)
     same(split, made)

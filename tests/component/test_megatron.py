@@ -114,6 +114,17 @@ def test_a_grouped_untied_model_learns_as_in_one_process(grouped_model: Path, tm
     same(run_layout(split, batches, 3, tmp_path), alone)
 
 
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["LoRA", "DoRA"])
+def test_adapters_of_some_pieces_learn_as_in_one_process(grouped_model: Path, tmp_path: Path, dora: bool) -> None:
+    """Megatron holds query, key and value as one matrix, interleaved by group, and gate and up as another."""
+    batches = global_batches(grouped_model, count=2, num_rows=9)
+    lora = {"rank": 3, "dora": dora, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    alone = run_layout(spec_of(grouped_model, {"lora": lora}), batches, 3, tmp_path)
+    split = MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2, "lora": lora}
+    same(run_layout(spec_of(grouped_model, split, 32), batches, 3, tmp_path), alone)
+    assert {name.split(".")[-2] for name in alone.weights} == {*lora["target_modules"], "scalar"}
+
+
 def test_bfloat16_passes_step_float32_weights(grouped_model: Path, tmp_path: Path) -> None:
     batches = global_batches(grouped_model, count=2, num_rows=9)
     alone = run_layout(spec_of(grouped_model, {}), batches, 4, tmp_path)

@@ -20,8 +20,10 @@ from tests.component.processes import open_models
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.stage import Stage
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, write_pairs
+from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.files import link_or_copy
@@ -39,17 +41,20 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.teacher_objective import TeacherObjective
 
 WEIGHTS = "model.safetensors"
+SHOWN = json.dumps({"shown": "hello you"})
+"""The columns of each row."""
 
 
 def attempt(
     student: Path,
-    teacher: Path,
+    teacher: Path | None,
     root: Path,
     *,
     iterations: int,
     newest: Snapshot | None = None,
     temperature: float = 1.0,
     lr: float = 1e-2,
+    kept: Path | None = None,
     **distillation: Any,
 ) -> FakeRecorder:
     config = DistillConfig(
@@ -68,7 +73,7 @@ def attempt(
     write_pairs(
         root / TRAIN,
         Example,
-        [Example(str(i), "c", [{"role": "user", "content": t}], "fine") for i, t in enumerate(texts)],
+        [Example(str(i), "c", [{"role": "user", "content": t}], "fine", columns=SHOWN) for i, t in enumerate(texts)],
     )
     (root / "dataset.json").write_text('{"max_prompt_tokens": 32}')
 
@@ -77,10 +82,11 @@ def attempt(
         with open_models(RUNTIME, root / "logs", specs) as models:
             yield models
 
-    inputs = PPOInputs(Model(student), Dataset(root), teacher=[Model(teacher)])
+    inputs = PPOInputs(Model(student), Dataset(root), teacher=[] if teacher is None else [Model(teacher)])
     recorder = FakeRecorder(root, newest)
     (root / "out").mkdir()
-    run(Stage("distill", 3, config, inputs, RUNTIME, opened, {}), root / "out", recorder)  # type: ignore[arg-type]
+    stage = Stage("distill", 3, config, inputs, RUNTIME, opened, {}, kept)
+    run(stage, root / "out", recorder)  # type: ignore[arg-type]
     return recorder
 
 
@@ -122,6 +128,28 @@ def test_equal_distributions_are_0_apart(
 def test_a_resumed_stage_writes_the_same_bytes(cluster: None, tiny_model: Path, other: Path, tmp_path: Path) -> None:
     whole = attempt(tiny_model, other, tmp_path / "whole", iterations=3, beta=0.5)
     resumed = attempt(tiny_model, other, tmp_path / "resumed", iterations=3, beta=0.5, newest=whole.snapshots[1])
+    assert len(resumed.points) == 1
+    for name in (WEIGHTS, "ledger/000002.parquet"):
+        assert (tmp_path / "whole" / "out" / name).read_bytes() == (tmp_path / "resumed" / "out" / name).read_bytes()
+
+
+SHOWN_POLICY: dict[str, Any] = {"source": "policy", "demonstration": "shown", "shown": "{demonstration} {prompt}"}
+
+
+def test_a_policy_that_is_shown_a_demonstration_teaches_itself(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    """Its log-probabilities are its own after another prompt, and a resumed stage writes the same bytes."""
+    whole = attempt(tiny_model, None, tmp_path / "whole", iterations=3, **SHOWN_POLICY)
+    first = read_shard(shard_path(tmp_path / "whole" / "out" / "ledger", 0)).table.to_pylist()
+    tokenizer = load_tokenizer(tiny_model)
+    texts = ["hello there", "how are you", "fine thanks", "hello", "are you fine", "thanks"]
+    read = [[{"role": "user", "content": f"hello you {texts[row['prompt']]}"}] for row in first]
+    rows = TextBatch.of(encode_prompts(tokenizer, read), [row["reply_ids"] for row in first])
+    with open_models(RUNTIME, tmp_path / "asked", {"policy": ModelSpec(tiny_model, TeacherObjective(1.0))}) as models:
+        expected = ray.get(models["policy"].score.remote(rows)).teacher_logprobs
+    for row, its in zip(first, expected, strict=True):
+        assert row["teacher_logprobs"] == pytest.approx(its.tolist(), abs=1e-5)
+        assert row["teacher_logprobs"] != pytest.approx(row["logprobs"], abs=1e-3)
+    resumed = attempt(tiny_model, None, tmp_path / "resumed", iterations=3, newest=whole.snapshots[1], **SHOWN_POLICY)
     assert len(resumed.points) == 1
     for name in (WEIGHTS, "ledger/000002.parquet"):
         assert (tmp_path / "whole" / "out" / name).read_bytes() == (tmp_path / "resumed" / "out" / name).read_bytes()

@@ -61,3 +61,30 @@ def test_pairs_with_pictures(tmp_path: Path) -> None:
     base, dpo = (dict(tensors(found[name])) for name in ("base", "dpo"))
     assert {name for name in base if not torch.equal(base[name], dpo[name])}
     assert all(torch.equal(base[name], dpo[name]) for name in base if name.startswith("model.visual."))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_an_agent_asks_about_pictures(tmp_path: Path) -> None:
+    """Its calls have the pictures of its rows, in the ledger by digest; a replay needs no agent."""
+    output = tmp_path / "run"
+    flow = ("tests.e2e.picture_agent:picture_agent", "--set", f"output={tmp_path / 'drawn'}")
+    outcome = xray("run", *flow, "--output", str(output), "--json", timeout=1500)
+    assert outcome.code == 0, outcome.err
+    found = {
+        stage["name"]: next(output.glob(f"checkpoints/{stage['name']}-*")) for stage in outcome.lifecycle["stages"]
+    }
+    known = {file.stem for file in next(output.glob("checkpoints/prepare-*/pictures")).iterdir()}
+    table = read_shard(shard_path(found["ppo"] / "ledger", 0)).table
+    for ids, answers in zip(table["prompt_ids"].to_pylist(), table["answers"].to_pylist(), strict=True):
+        calls = json.loads(answers)["calls"]
+        assert sum(number < 0 for number in ids) in (9, 18)
+        assert {p["sha256"] for call in calls for p in pictures_of(call["messages"])} <= known
+        assert all(len(pictures_of(call["messages"])) == sum(n < 0 for n in call["prompt"]) // 9 for call in calls)
+    points = [json.loads(line)["metrics"] for line in next(output.glob("records/ppo-*/metrics.jsonl")).open()]
+    assert max(point["rollout/mismatch"] for point in points if "rollout/mismatch" in point) < 1e-5
+    assert xray("replay", "ppo", "--output", str(output), timeout=900).code == 0
+    assert xray("audit", "--all", "--output", str(output)).code == 0
+    used = {p["sha256"] for pair in pairs_of(found["best"] / "train.arrow") for p in pictures_of(pair.prompt)}
+    assert used
+    assert {file.stem for file in (found["best"] / "pictures").iterdir()} == used

@@ -1,4 +1,4 @@
-"""What `xray replay` and `xray bundle` share: a stage's body that runs again on a private Ray."""
+"""A stage's body that runs again on a private Ray, for `xray replay` and `xray bundle`."""
 
 from __future__ import annotations
 

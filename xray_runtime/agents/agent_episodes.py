@@ -88,9 +88,9 @@ class AgentEpisodes:
         self._records = read_episodes(self._records_path)
         # A resumed attempt does not play all episodes of the earlier one again.
         self._records |= {tuple(e["kept"]): e["record"] for e in self.journal.entries(AGENT) if "kept" in e}
-        replays = {tuple(e["replay"]): e["record"] for e in self.journal.entries(AGENT) if "replay" in e}
+        replays = [entry for entry in self.journal.entries(AGENT) if "replay" in entry]
+        self._replays = ReplayedEpisodes(self._generate, self._sampling, replays)
         self._in_flight = bool(getattr(stage.config, "in_flight_updates", False))
-        self._replays = ReplayedEpisodes(self._generate, self._sampling, replays, self._in_flight)
         self._gateway = Gateway(self._generate, config.host)
         self._runner: Runner | None = None
         self._lock, self._is_closed = threading.Lock(), False
@@ -149,10 +149,9 @@ class AgentEpisodes:
 
     @contextmanager
     def updating(self, version: int, oldest: int) -> Iterator[None]:
-        """As `Gateway.updating`; episodes that ended as stale begin anew. A replay then samples calls of `version`."""
+        """As `Gateway.updating`; episodes that ended as stale begin anew."""
         with self._gateway.updating(version, oldest):
             yield
-        self._replays.sample_again(version)
 
     def drop(self, planned: Planned, reply: Future[Played]) -> None:
         reply.cancel()

@@ -32,7 +32,7 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import shown
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.environment_protocol import Start, Step
-from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Game, rollout_of
+from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Game, no_turn, rollout_of
 from xray_runtime.methods.common.sampling.reply_stream import Sampled
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts
 from xray_runtime.methods.common.training.finite import check_rollout
@@ -118,7 +118,7 @@ class Episodes:
                     # It failed before its first turn. A row must have a token; nothing learns from a row without a
                     # reward.
                     episode.say([self._format.end_of_turn], [0.0])
-                    episode.turns, episode.failure = 0, episode.failure or f"seat {episode.seat!r} had no turn"
+                    episode.turns, episode.failure = 0, episode.failure or no_turn(episode.seat)
 
     def _say(self, batch: EpisodeBatch, active: list[Game], turn: int) -> list[Sampled]:
         """The next turn of each episode, by the policy or the champion."""

@@ -54,11 +54,9 @@ class TrainerCapabilities:
     activation_checkpointing: bool = False
     """Activations are computed again in the backward pass."""
     lora: bool = False
-    """Adapters, on models that are whole or sharded over data-parallel ranks."""
-    split_lora: bool = False
-    """Adapters under tensor and pipeline parallelism, too."""
-    dora_levels: tuple[int, ...] = ()
-    """Levels of sharding at which a layer's frozen matrix is whole when its adapter is computed, which DoRA needs."""
+    """Adapters, under each of its kinds of parallelism."""
+    quantized: bool = False
+    """The matrices below adapters may be held in four bits."""
     trainable_layers: bool = False
     """The top layers alone, above a frozen trunk."""
     scoring: bool = False

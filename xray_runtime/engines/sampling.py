@@ -39,8 +39,6 @@ class Sampling:
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    cached: bool = True
-    """False: no prefix is taken from a cache, whose states may have been computed token by token, in other bits."""
     routes: bool = False
     """Replies come with the experts that were chosen for each token; with `capabilities.routes`. No prefix is then
     taken from a cache, since the experts of its tokens are not known."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.engines.layouts import GENERATORS, TRAINERS, EngineConfig, GeneratorConfig, check_one_row_each
+from xray_runtime.engines.layouts import GENERATORS, EngineConfig, GeneratorConfig, check_one_row_each
 from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.kernel.plugs import able, can, unsupported
 from xray_runtime.models.lora import EXPERTS, LINEAR_LAYERS, LoRAConfig
@@ -100,16 +100,11 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
     """Raises ValueError if `engine`, the field `name`, cannot train adapters alone, or the top `layers` alone."""
     if lora is not None:
         engine.require("lora", "lora", name)
-        for field in ("tensor_parallel", "pipeline_parallel"):
-            if (degree := getattr(engine, field)) > 1 and not engine.capabilities.split_lora:
-                raise ValueError(unsupported("lora", f"{name}.{field} = {degree}", able(TRAINERS, "split_lora")))
+        if lora.quantize is not None:
+            engine.require("quantized", f"lora.quantize = {lora.quantize!r}", name)
         if engine.tensor_parallel > 1 and engine.pipeline_parallel > 1:
             where = f"{name}.tensor_parallel = {engine.tensor_parallel} and pipeline_parallel > 1 together"
             raise ValueError(unsupported("lora", where, why="some ranks then wait for others without end"))
-        if lora.dora and (engine.tensor_parallel > 1 or engine.sharding_level not in engine.capabilities.dora_levels):
-            field = "tensor_parallel" if engine.tensor_parallel > 1 else "zero_stage"
-            where = f"{name}.{field} = {getattr(engine, field)}"
-            raise ValueError(unsupported("lora.dora", where, why="it needs each frozen matrix whole in every pass"))
         if lora.quantize is not None and engine.tensor_parallel > 1:
             where = f"{name}.tensor_parallel = {engine.tensor_parallel}"
             raise ValueError(unsupported(f"lora.quantize = {lora.quantize!r}", where, why="its blocks are not split"))

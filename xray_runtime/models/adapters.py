@@ -60,6 +60,8 @@ class AdaptedLinear(nn.Module):
         self.register_buffer("start_B", None, persistent=False)
         self.between: Callable[[Tensor], Tensor] = lambda low: low
         """How tensor-parallel peers join their parts of A x."""
+        self.over_columns: Callable[[Tensor], Tensor] = lambda norms: norms
+        """How tensor-parallel peers that share the columns of W join the norms of their parts of its rows."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":  # whoever reads it would compute without the adapter
@@ -73,23 +75,42 @@ class AdaptedLinear(nn.Module):
         plain: Tensor = self.base_layer(x)
         if self.is_off:
             return plain
+        added = self.added(x)
+        if self.magnitude is None:
+            return plain + added
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        share = self.share(weight.T if self.transposed else weight)
+        unbiased = plain if bias is None else plain - bias
+        scaled: Tensor = plain + (share - 1.0) * unbiased + share * added
+        return scaled
+
+    def added(self, x: Tensor) -> Tensor:
+        """s B A x [..., out] of inputs [..., in]."""
         added: Tensor = self.lora_B(self.between(self.lora_A(x))) * self.scaling
         if self.start_A is not None:  # as small a product as the other, so that their difference begins as zero
             low = self.between(nn.functional.linear(x, self.start_A.to(x.dtype)))
             added = added - nn.functional.linear(low, self.start_B.to(x.dtype)) * self.scaling
-        if self.magnitude is None:
-            return plain + added
-        weight, bias = self.base_layer.weight, self.base_layer.bias
-        whole = (weight.T if self.transposed else weight) + self.scaling * (self.lora_B.weight @ self.lora_A.weight)
-        share = self.magnitude / torch.linalg.norm(whole, dim=1).detach()
-        unbiased = plain if bias is None else plain - bias
-        scaled: Tensor = plain + (share - 1.0) * unbiased + share * added
-        return scaled
+        return added
+
+    def share(self, weight: Tensor) -> Tensor:
+        """m / ‖W + s B A‖ [out], DoRA's factor of each row of W [out, in]."""
+        assert self.magnitude is not None
+        with torch.no_grad():
+            whole = weight + self.scaling * (self.lora_B.weight @ self.lora_A.weight)
+            norms = self.over_columns(torch.linalg.norm(whole, dim=1))
+        return self.magnitude / norms
 
     def parts(self) -> dict[str, nn.Parameter]:
         """Its trained parameters by name."""
         found: dict[str, Any] = {"lora_A.weight": self.lora_A.weight, "lora_B.weight": self.lora_B.weight}
         return found if self.magnitude is None else found | {"magnitude": self.magnitude}
+
+
+def joined_norms(group: Any, norms: Tensor) -> Tensor:
+    """The norms [out] of rows of which each rank of `group` has the norms of a part."""
+    squares = norms.square()
+    torch.distributed.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 class Adapters:

@@ -1,7 +1,7 @@
 """The reward sources of a stage: each scores every reply; the reward is their weighted sum.
 
 A failed score is NaN. A share of the replies, at most `max_failed`, may end up without a reward; later steps ignore
-them.
+them. A seat that had no turn in its game has none either, and does not count.
 """
 
 from __future__ import annotations
@@ -144,17 +144,21 @@ class RewardSources:
             raise NonFiniteError(f"{self._stage}: the weighted sum of the scores is infinite")
         if self._field == "judges":  # each judge scores the rows that it applies to
             judging = [scores.failed(source) for source, weight in self.weights.items() if weight]
-            without = torch.stack(judging).any(0) if judging else torch.zeros(0)
+            without = torch.stack(judging).any(0) if judging else torch.zeros(0, dtype=torch.bool)
         else:
             without = total_reward.isnan()
-        lost, total = int(without.sum()), len(without)
+        due = torch.ones(len(without), dtype=torch.bool)
+        due[[row for row, score in scored.get(ENVIRONMENT, {}).items() if not score.is_due]] = False
+        lost, total = int((without & due).sum()), int(due.sum())
+        if len(without) and not total:
+            raise RuntimeError(f"{self._stage}: no seat of the policy had a turn")
         if not lost:
             return
-        failed = {source: int(scores.failed(source).sum()) for source, weight in self.weights.items() if weight}
+        failed = {s: int((scores.failed(s) & due).sum()) for s, weight in self.weights.items() if weight}
         worst = max(failed, key=failed.__getitem__, default="")
         reason = "no reward source applies to them"
         if failed.get(worst):
-            reasons = (score.why for score in scored.get(worst, {}).values() if math.isnan(score.value))
+            reasons = (s.why for s in scored.get(worst, {}).values() if math.isnan(s.value) and s.is_due)
             reason = f"{worst} failed for {failed[worst]}: {next(reasons, 'its score is not a number')}"
         message = f"{self._stage}: {lost} of {total} replies have no reward; {reason}"
         if lost == total or lost / total > self._max_failed:

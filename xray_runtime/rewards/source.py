@@ -66,6 +66,8 @@ class Score:
     """NaN: the source failed."""
     why: str | None = None
     """Why it failed, or a judge's answer."""
+    is_due: bool = True
+    """False: there is nothing to score, so a missing score is no failure."""
 
 
 def failure(why: str) -> Score:

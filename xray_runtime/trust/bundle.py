@@ -49,7 +49,7 @@ from xray_runtime.trust.log import append, log_checkpoints
 from xray_runtime.trust.page import write_html
 from xray_runtime.trust.published_log import SOURCE, publish_log
 from xray_runtime.trust.retention import with_history
-from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, signing_key
+from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, require_agent, signing_key
 
 PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
@@ -103,7 +103,7 @@ def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> No
         records = records_directory(store.output, manifest.stage, manifest.key)
         if records.is_dir():
             shutil.copytree(records, records_directory(target, manifest.stage, manifest.key))
-    key = signing_key(store.output)
+    key = require_agent(signing_key(store.output))
     write_html(target / PAGE, LineageStore(target, store.graph, None), node, chosen)
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     (target / PROVENANCE).write_bytes(b"".join(read_bounded(path) for path in statements if path.is_file()))

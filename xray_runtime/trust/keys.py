@@ -52,6 +52,7 @@ from xray_runtime.trust.signing import (
     public_bytes,
     public_key,
     read_public,
+    require_agent,
     signing_key,
 )
 
@@ -82,7 +83,7 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     """A new key signs from now on; earlier signatures stay valid. After a crash, the same call finishes it.
 
     Args:
-        new_key: PEM file of the new key, made if it does not exist, for keys kept outside (XRAY_SIGNING_KEY); by
+        new_key: file of the new key, as of XRAY_SIGNING_KEY, for keys kept outside; made if it does not exist. By
             default it replaces `keys/signing.pem`. The old private key in `keys/` is removed either way.
 
     Raises:
@@ -97,9 +98,10 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     if taken_over and new_key is not None:
         raise ConfigError(f"--new-key: {str(new_key)!r} already is the signing key")
     if not taken_over:
-        old = signing_key(output)
+        old = require_agent(signing_key(output))
         if not private.exists():
             make_key(private)
+        require_agent(private)
         _record(output, old, private, by, note)
         write_atomic(public_key(output), public_bytes(private))
     if new_key is None:

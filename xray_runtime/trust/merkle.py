@@ -7,7 +7,7 @@ https://c2sp.org/tlog-tiles. Complete subtrees are kept, so a root or a proof ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 TILE = 256
 """Hashes in a full tile."""
@@ -29,9 +29,11 @@ def _split(size: int) -> int:
 class MerkleTree:
     """A tree that grows. A `size` below its own asks about the tree that it was then."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
         self._levels: list[list[bytes]] = [[]]
         """Hash of the complete subtree of 2^k leaves that starts at leaf j·2^k, at [k][j]."""
+        for leaf in leaves:
+            self.add(leaf)
 
     def __len__(self) -> int:
         return len(self._levels[0])

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from xray_runtime.kernel.evidence.envelope import SignatureProblem, Verifier, read_envelope
+from xray_runtime.kernel.evidence.envelope import SignatureProblem, TrustedKey, Verifier, load_signer, read_envelope
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
@@ -29,9 +29,13 @@ def signed_files(directory: Path, manifest: Manifest, sha256: str) -> dict[str, 
 
 
 def sign_model(directory: Path, files: Mapping[str, str], private: Path) -> None:
-    """Write the signature of a model with these files (path → sha256); `private`: PEM file of the key."""
+    """Write the signature of a model with these files (path → sha256); `private`: file of the key."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
     from model_signing import hashing, manifest, signing
     from model_signing._hashing.hashing import Digest
+    from model_signing._signing.sign_ec_key import Signer
+
+    key = load_signer(private.read_bytes())
 
     class Known(hashing.Config):
         """Takes the digests of the files from here."""
@@ -42,7 +46,22 @@ def sign_model(directory: Path, files: Mapping[str, str], private: Path) -> None
             items = [form.new_item(name, Digest("sha256", bytes.fromhex(sha256))) for name, sha256 in files.items()]
             return manifest.Manifest(directory.name, items, form)
 
-    config = signing.Config().set_hashing_config(Known()).use_elliptic_key_signer(private_key=private)
+    class Held:
+        """The private key, which perhaps only an agent has."""
+
+        def public_key(self) -> object:
+            return load_pem_public_key(TrustedKey(key.public_key).pem)
+
+        def sign(self, content: bytes, algorithm: object) -> bytes:
+            # Both packages take the same hash for a curve.
+            return bytes.fromhex(key.sign(content).signature)
+
+    class HeldSigner(Signer):
+        def __init__(self) -> None:
+            self._private_key = Held()
+
+    config = signing.Config().set_hashing_config(Known())
+    config._signer = HeldSigner()
     config.sign(directory, directory / SIGNATURE)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from xray_runtime.kernel.evidence.envelope import SignatureProblem, load_private
+from xray_runtime.kernel.evidence.envelope import SignatureProblem, load_signer
 
 if TYPE_CHECKING:
     from securesystemslib.signer import SSlibKey
@@ -75,8 +75,8 @@ class LogCheckpoint:
         return checkpoint
 
     def signed(self, private: bytes) -> Self:
-        """This checkpoint with a signature by a key in PEM."""
-        signer = load_private(private)
+        """This checkpoint with a signature by a key, as `load_signer` takes it."""
+        signer = load_signer(private)
         signature = bytes.fromhex(signer.sign(self.body).signature)
         line = SignatureLine(self.origin, _key_hash(signer.public_key), signature)
         return type(self)(self.origin, self.size, self.root, (*self.signatures, line))

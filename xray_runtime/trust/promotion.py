@@ -6,7 +6,9 @@ crash the audit names the alias that lags behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +50,8 @@ class PromotionReview:
     """Source of their bounds."""
     evidence: dict[str, str]
     """`evaluation` and `comparison` → digest of the checkpoint the gates read."""
+    check_approvals: Callable[[], list[Gate]]
+    """Reads people's approvals again: one may be withdrawn while a person decides."""
 
 
 class ComparisonSpec(NamedTuple):
@@ -134,12 +138,9 @@ def review(
         checked += canary_gates(store.output, candidate.sha256, champion.checkpoint, public)
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
-    if bounds.approvals:
-        log = sound_view(store.output, public)
-        checked += [check_approvals(log, name, candidate.sha256, one) for one in bounds.approvals]
-    failed = [gate.reason for gate in checked if not gate.passed]
-    if failed:
-        raise NotPromoted(failed)
+    approvals = partial(_check_approvals, store, name, candidate, bounds.approvals, public)
+    checked += approvals()
+    _require_passed(checked)
     evidence = {"evaluation": bounds.evaluation, "comparison": comparison}
     return PromotionReview(
         name=name,
@@ -149,15 +150,17 @@ def review(
         gates=checked,
         gates_from=bounds.origin,
         evidence={what: node.sha256 for what, node in evidence.items() if node is not None},
+        check_approvals=approvals,
     )
 
 
 def promote(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
-    Raises NotPromoted where another champion was chosen since the review.
+    Raises NotPromoted where another champion was chosen, or an approval withdrawn, since the review.
     """
     _require_not_withdrawn(store, seen.candidate)
+    _require_passed(seen.check_approvals())
     if champion_of(store, seen.name) != seen.champion:
         raise NotPromoted(["another champion was chosen in the meantime; start again"])
     target = (seen.version, seen.candidate.sha256)
@@ -200,6 +203,21 @@ def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) 
     broken = audit(store, nodes, public=public).broken
     if broken:
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
+
+
+def _check_approvals(
+    store: LineageStore, name: str, candidate: Node, bounds: Sequence[PromotionConfig], public: Path | None
+) -> list[Gate]:
+    """The gate of each evaluation that asks for approvals."""
+    if not bounds:
+        return []
+    log = sound_view(store.output, public)
+    return [check_approvals(log, name, candidate.sha256, one) for one in bounds]
+
+
+def _require_passed(gates: list[Gate]) -> None:
+    if failed := [gate.reason for gate in gates if not gate.passed]:
+        raise NotPromoted(failed)
 
 
 def _reviewed(seen: PromotionReview) -> dict[str, Any]:

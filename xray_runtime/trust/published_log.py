@@ -45,9 +45,7 @@ def publish_log(output: Path, checkpoints: Collection[str], target: Path) -> Non
         raise ConfigError(f"--output: {str(output)!r} is not allowed: {problem}; `xray audit` says more") from None
     lines = read_bounded(output / LOG, MAX_BYTES).splitlines(keepends=True)[: checkpoint.size]
     leaves = [_leaf(line) for line in lines]
-    tree = MerkleTree()
-    for leaf in leaves:
-        tree.add(leaf)
+    tree = MerkleTree(leaves)
     with contextlib.suppress(WitnessProblem):
         cosigned = read_log_checkpoint(output, COSIGNED)
         checkpoint = cosigned if cosigned.body == checkpoint.body else checkpoint
@@ -68,9 +66,7 @@ def require_published(source: Path, checkpoint: str, keys: Sequence[SSlibKey]) -
         leaves = read_entries(state.size, lambda name: read_bounded(source / name, MAX_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"the log cannot be checked ({first_line(error)})") from None
-    tree = MerkleTree()
-    for leaf in leaves:
-        tree.add(leaf)
+    tree = MerkleTree(leaves)
     if tree.root(len(tree)) != state.root:
         raise ValueError("its entries are not those of its signed state")
     known = set(leaves)

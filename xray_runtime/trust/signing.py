@@ -6,22 +6,33 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.evidence.envelope import TrustedKey, load_public, new_private_key, public_half
+from xray_runtime.kernel.evidence.envelope import (
+    TrustedKey,
+    load_public,
+    load_signer,
+    names_agent_key,
+    new_private_key,
+    public_half,
+)
 from xray_runtime.kernel.store.checkpoints import read_bounded
 
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
 PRIVATE, PUBLIC = "signing.pem", "signing.pub"
+NO_KEY = "must be an ECDSA key: a private one without a passphrase, or the public half of one that an SSH agent holds"
 
 
 def signing_key(output: Path) -> Path:
-    """The private key: XRAY_SIGNING_KEY (a PEM file), or `output/keys/signing.pem`, made on first use.
+    """The file of the private key: XRAY_SIGNING_KEY, or `output/keys/signing.pem`, made on first use.
+
+    XRAY_SIGNING_KEY may also name a public key, whose private half an SSH agent holds.
 
     Its public half is kept as `output/keys/signing.pub`, which is enough to check signatures.
 
     Raises:
-        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve private key in PEM, or not this directory's, or missing
+        ConfigError: XRAY_SIGNING_KEY is not an elliptic-curve key, or not this directory's, or missing
             where that is kept elsewhere; or users other than its owner can read or replace the key.
     """
     keys = output / "keys"
@@ -54,7 +65,10 @@ def exposed_keys(output: Path, given: Path | None = None) -> list[str]:
         given: a private key kept elsewhere, whose own mode counts and not that of its directory.
     """
     private = output / "keys" / PRIVATE
-    paths = [given] if given is not None else [private.parent, private] if os.path.lexists(private) else []
+    paths = [private.parent, private] if os.path.lexists(private) else []
+    if given is not None:
+        # Everybody may read the public half of a key that an agent holds.
+        paths = [] if held_by_agent(given) else [given]
     found = []
     for path in paths:
         try:
@@ -76,6 +90,25 @@ def exposed_keys(output: Path, given: Path | None = None) -> list[str]:
 def has_signing_key(output: Path) -> bool:
     """Whether `signing_key` finds a key and need not make one."""
     return bool(os.environ.get(KEY_VARIABLE)) or (output / "keys" / PRIVATE).exists()
+
+
+def held_by_agent(private: Path) -> bool:
+    """Whether the file of a key has its public half alone."""
+    try:
+        return names_agent_key(private.read_bytes())
+    except OSError:
+        return False
+
+
+def require_agent(private: Path) -> Path:
+    """The file of a key. Raises ConfigError where an SSH agent should hold the key and does not."""
+    try:
+        if held_by_agent(private):
+            signer: Any = load_signer(private.read_bytes())
+            signer.require()
+    except OSError as error:
+        raise ConfigError(f"{private}: {error}") from None
+    return private
 
 
 def public_key(output: Path) -> Path:
@@ -107,10 +140,10 @@ def write_new(path: Path, content: bytes, mode: int) -> None:
     temporary.unlink()
 
 
-def public_bytes(private: Path) -> bytes:
-    """The public half of a private key, in PEM. Raises ConfigError where it cannot be used."""
+def public_bytes(private: Path, field: str = KEY_VARIABLE) -> bytes:
+    """The public half of a key, in PEM. Raises ConfigError where it cannot be used; `field` names it."""
     try:
         return public_half(private.read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not an unencrypted elliptic-curve private key"
-        raise ConfigError(f"{KEY_VARIABLE}: {str(private)!r} cannot be used: {reason}") from None
+        reason = error.strerror if isinstance(error, OSError) else NO_KEY
+        raise ConfigError(f"{field}: {str(private)!r} cannot be used: {reason}") from None

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from tests.message_texts import Messages
 from xray_runtime.engines.trainers.megatron.config import MegatronConfig
-from xray_runtime.engines.trainers.megatron.weights import Fused, check_llama, llama, padded_vocabulary
+from xray_runtime.engines.trainers.megatron.weights import Fused, adapter_part, check_llama, llama, padded_vocabulary
 from xray_runtime.models.heads import HeadedLM
 
 CPU = torch.device("cpu")
@@ -69,6 +69,22 @@ def test_the_vocabulary_is_padded_and_cut_off_again() -> None:
     assert [part.flatten().tolist() for part in parts] == [[1, 2, 3], [4, 5, 0]]
     assert torch.equal(fused.whole(parts)[0], rows)
     assert padded_vocabulary(5, 2) == 6
+
+
+def test_an_adapter_is_split_where_its_matrix_is() -> None:
+    """Four query heads of two rows in two groups: a peer has a group's rows of B and of the norms, and the whole A."""
+    queries = Fused(("q", "k"), ((8, 3), (4, 3)), dim=0, blocks=2)
+    down = Fused(("down",), ((3, 6),), dim=1, blocks=2)
+    a, b, norms = torch.arange(6.0).view(2, 3), torch.arange(16.0).view(8, 2), torch.arange(8.0)
+    shapes = {"lora_A.weight": a, "lora_B.weight": b, "magnitude": norms}
+    parts = {name: adapter_part(queries, f"q.{name}", tuple(t.shape)) for name, t in shapes.items()}
+    own = {name: fused.own(shapes[name], 1, 2).tolist() for name, fused in parts.items()}
+    assert own == {"lora_A.weight": a.tolist(), "lora_B.weight": b[4:].tolist(), "magnitude": [4, 5, 6, 7]}
+    wide, tall = torch.arange(12.0).view(2, 6), torch.arange(6.0).view(3, 2)
+    columns = adapter_part(down, "down.lora_A.weight", (2, 6))
+    assert columns.own(wide, 1, 2).tolist() == wide[:, 3:].tolist()
+    assert adapter_part(down, "down.lora_B.weight", (3, 2)).own(tall, 1, 2).tolist() == tall.tolist()
+    assert torch.equal(columns.whole([columns.own(wide, rank, 2) for rank in range(2)])[0], wide)
 
 
 @pytest.mark.parametrize("tied", [True, False])

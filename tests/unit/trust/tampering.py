@@ -25,7 +25,7 @@ from securesystemslib.signer import CryptoSigner
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray_runtime.data.ledger import LedgerShard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
-from xray_runtime.kernel.evidence.envelope import PAYLOAD_TYPE, load_private, new_private_key
+from xray_runtime.kernel.evidence.envelope import PAYLOAD_TYPE, load_signer, new_private_key
 from xray_runtime.kernel.evidence.log import END, LOG, read_lines
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
@@ -95,7 +95,7 @@ def with_payload(line: bytes, payload: Any) -> bytes:
 def signed(payload: Any, private: bytes) -> bytes:
     """Any content, in an envelope with a valid signature."""
     envelope = Envelope(json.dumps(payload).encode(), PAYLOAD_TYPE, {})
-    signer: CryptoSigner = load_private(private)
+    signer: CryptoSigner = load_signer(private)
     envelope.sign(signer)
     return json.dumps(envelope.to_dict()).encode() + b"\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.reference import open_lineage_store, resolve
 from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust import approvals as module
 from xray_runtime.trust.approvals import approve
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.log import append
@@ -99,6 +101,66 @@ def test_an_approval_cannot_be_given_for_another(candidate: Path, keys: dict[str
         reviewed(candidate)
 
 
+def withdraw(output: Path, key: Path) -> None:
+    sha256 = resolve("ppo-2", output, None)[1].sha256
+    approve(output, name=NAME, checkpoint=sha256, key=key, by=key.stem, note="saw more", withdrawn=True)
+
+
+def test_a_withdrawn_approval_does_not_count(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"], keys["bo"])
+    seen = reviewed(candidate)
+    withdraw(candidate, keys["bo"])
+    assert [given.action for given in view(candidate).state(LogApprovals).given] == ["approve"] * 2 + ["approve-end"]
+    with pytest.raises(NotPromoted, match=r"approved by ada \([0-9a-f]{12}\); 2 of 3 people must"):
+        reviewed(candidate)
+    # Nor where it was withdrawn while a person decided.
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        promote(open_lineage_store(candidate, None), seen, by="eve", note="good")
+    assert broken(candidate) == []
+    approved(candidate, keys["bo"])
+    reviewed(candidate)
+
+
+def test_a_withdrawn_approval_cannot_be_logged_again(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"], keys["bo"])
+    by_bo = view(candidate).state(LogApprovals).given[1]
+    withdraw(candidate, keys["bo"])
+    append(candidate, by_bo)
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        reviewed(candidate)
+    # An approval is no withdrawal, and a withdrawal no approval.
+    withdrawn = view(candidate).state(LogApprovals).given[2]
+    append(candidate, withdrawn.model_copy(update={"action": "approve"}))
+    assert [line.partition(" ")[0] for line in broken(candidate)] == ["approval-invalid"]
+    with pytest.raises(ValueError, match="signed for another action"):
+        module.verified(by_bo.model_copy(update={"action": "approve-end"}))
+
+
+def test_a_withdrawal_counts_though_the_clock_was_set_back(
+    candidate: Path, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    approved(candidate, keys["ada"], keys["bo"])
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime(2020, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(module, "datetime", Earlier)
+    withdraw(candidate, keys["bo"])
+    with pytest.raises(NotPromoted, match="2 of 3 people must"):
+        reviewed(candidate)
+
+
+def test_only_an_approval_of_ones_own_is_withdrawn(candidate: Path, keys: dict[str, Path]) -> None:
+    approved(candidate, keys["ada"])
+    with pytest.raises(ConfigError, match="--withdraw: this key has not approved"):
+        withdraw(candidate, keys["bo"])
+    withdraw(candidate, keys["ada"])
+    with pytest.raises(ConfigError, match="--withdraw: this key has not approved"):
+        withdraw(candidate, keys["ada"])
+
+
 @pytest.mark.parametrize("gates", [{"approvals": None}, {"approvals": 1, "approvers": ["0" * 64]}, {"approvers": []}])
 def test_it_cannot_be_overridden(gates: dict[str, object], candidate: Path) -> None:
     with pytest.raises(ConfigError, match="only the lifecycle's config sets it"):
@@ -129,6 +191,9 @@ def test_the_command(candidate: Path, keys: dict[str, Path], tmp_path: Path) -> 
     common = ["approve", "ppo-2", "--output", str(candidate), "--name", NAME, "--note", "fine", "--by", "Ada"]
     done = CliRunner().invoke(app, [*common, "--key", str(keys["ada"])])
     assert (done.exit_code, digest(keys["ada"]) in done.output.replace("\n", "")) == (0, True)
+    for code, said in ((0, "Ada no longer approves"), (2, "--withdraw: this key has not approved")):
+        done = CliRunner().invoke(app, [*common, "--withdraw", "--key", str(keys["ada"])])
+        assert (done.exit_code, said in done.output) == (code, True)
     done = CliRunner().invoke(app, [*common, "--name", "chatt", "--key", str(keys["bo"])])
     assert (done.exit_code, "--name: 'chatt' has no version" in done.output) == (2, True)
     (tmp_path / "none.pem").write_text("none")

@@ -12,9 +12,11 @@ from typing import Any
 import jsonschema
 import mlcroissant
 import pytest
+import torch
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from referencing import Registry, Resource
+from safetensors.torch import save
 from spdx_python_model import v3_0_1 as spdx
 
 from tests.unit.trust.commands import bundled, place
@@ -23,7 +25,11 @@ from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.evidence.statement import OutsideSource
 from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.tracking.recorder import records_directory
+from xray_runtime.trust.bills import annexes
+from xray_runtime.trust.bills.history import History
 from xray_runtime.trust.bundle import audit_bundle, export
+from xray_runtime.trust.retention import with_history
 
 SCHEMAS = Path(__file__).parent / "openlineage"
 
@@ -125,9 +131,43 @@ def test_the_draft_says_what_is_known_and_marks_the_rest(bundle: Path) -> None:
     assert "| ppo-2 | ppo |" in text
     assert "**prepare**: 10 rows in heldout, 50 rows in train." in text
     assert "evaluate: win rate over the model before 0.6" in text
-    assert "(e) Energy: not measured. **TO WRITE**" in text
+    assert "(e) Energy: not measured for every stage. **TO WRITE**" in text
     # Weights that cannot be read have no number.
     assert "an unknown number of parameters" in text
+
+
+def tensors(**shapes: tuple[int, ...]) -> bytes:
+    return save({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_the_draft_has_compute_and_energy_where_they_are_recorded(tmp_path: Path) -> None:
+    life = Lifecycle(tmp_path / "run", tracking=False)
+    measured = {"device_seconds": 7200.0, "energy_joules": {"processor-0": 1.8e6, "gpu-0": 5.4e6}}
+    files = {"model.safetensors": tensors(a=(10, 20), b=(7,)), "config.json": b"{}"}
+    life.add("base", "fresh_base", files, {}, **measured)
+    life.add("sft", "sft", files | {"of": b"sft"}, {"model": "base"}, **measured)
+    store, node = resolve("sft", life.output, None)
+    records = records_directory(life.output, "sft", node.manifest.key)
+    records.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": step, "metrics": {"speed/computed_tokens": 500.0}} for step in range(2)]
+    (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = annexes.write(History(life.output, store.graph, node, with_history(store.graph, [node.sha256]))).decode()
+    # 6 for each of 207 numbers and 1000 tokens; 7.2 MJ are 2 kWh.
+    [row] = [line for line in text.splitlines() if line.startswith("| sft |") and "e+" in line]
+    assert row.split(" | ")[2:] == ["2", "1.24e+06", "2 |"]
+    assert "(e) Energy: measured above" in text
+
+
+def test_the_base_of_an_adapter_takes_part_but_learns_nothing(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.safetensors").write_bytes(tensors(a=(10, 20)))
+    (tmp_path / "lora" / "adapter").mkdir(parents=True)
+    (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").write_bytes(tensors(a=(10, 2), b=(2, 20)))
+    lora = {"r": 2, "lora_alpha": 4, "use_rslora": False, "use_dora": False, "target_modules": ["q_proj"]}
+    config = lora | {"base_model_name_or_path": "base", "base_sha256": "0" * 64}
+    (tmp_path / "lora" / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert annexes.flops_a_token(tmp_path / "base") == 6 * 200
+    assert annexes.flops_a_token(tmp_path / "lora") == 4 * 200 + 6 * 60
 
 
 def test_odd_names_stay_text_and_a_source_with_two_names_is_one(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.unit.trust.replayed import SURER, Published, SavingModel
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.engines.states import Reader, write
 from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
 from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.methods.ppo.kind import PPOInputs
@@ -27,6 +28,8 @@ from xray_runtime.trust.iteration.bundle import BundleProblem, open_iteration
 from xray_runtime.trust.iteration.pack import check_bundle, pack
 from xray_runtime.trust.iteration.replay import IterationReplay, replay_iteration
 from xray_runtime.trust.iteration.sample import cosine
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.published_log import publish_log, require_published
 from xray_runtime.trust.replay import Replay
 from xray_runtime.trust.replayable import replayable
 from xray_runtime.trust.signing import make_key, public_bytes
@@ -288,6 +291,28 @@ def test_bad_input_is_refused_before_anything_is_computed(published: Published, 
         said = xray("replay", *given)
         assert said.exit_code == 2
         assert line in said.output
+
+
+def test_the_log_in_a_bundle_must_publish_the_stage(published: Published, tmp_path: Path) -> None:
+    """A list of files that was signed again is not enough."""
+    [stage] = published.output.glob("checkpoints/ppo-*")
+    sha256, source = file_sha256(stage / MANIFEST), tmp_path / "source"
+    publish_log(published.output, {sha256}, source)
+    keys = [key.key for key in trusted_keys(published.output)]
+    require_published(source, sha256, keys)
+    with pytest.raises(ValueError, match=r"^the log does not publish 000000000000$"):
+        require_published(source, "0" * 64, keys)
+    with pytest.raises(ValueError, match="no trusted key signed it"):
+        require_published(source, sha256, [])
+    [tile] = (source / "tile" / "entries").rglob("*[0-9]")
+    content = bytearray(tile.read_bytes())
+    content[-1] ^= 1
+    tile.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"^its entries are not those of its signed state$"):
+        require_published(source, sha256, keys)
+    tile.write_bytes(bytes(content[:-40]))
+    with pytest.raises(ValueError, match="is damaged"):
+        require_published(source, sha256, keys)
 
 
 def test_an_export_is_no_bundle_of_an_iteration(published: Published, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
     assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
     place, node = resolve("ppo-2", output, None)
-    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {})
+    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {}, list)
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
     assert len(decided(output)) == 2

@@ -24,8 +24,8 @@ from xray_runtime.kernel.evidence.envelope import (
     SignatureProblem,
     TrustedKey,
     Verifier,
-    load_private,
     load_public,
+    load_signer,
     new_private_key,
     public_half,
     read_envelope,
@@ -158,7 +158,7 @@ def test_every_curve_signs(curve: ec.EllipticCurve) -> None:
     )
     assert problem(note(private), trusted(private)) is None
     checkpoint = LogCheckpoint("a.log", 1, bytes(32)).signed(private)
-    LogCheckpoint.parse(str(checkpoint)).require_signer([load_private(private).public_key])
+    LogCheckpoint.parse(str(checkpoint)).require_signer([load_signer(private).public_key])
 
 
 def test_a_private_key_is_its_owners_alone_and_is_never_written_over(tmp_path: Path) -> None:
@@ -249,10 +249,10 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path) -> None:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
     )
-    with pytest.raises(ConfigError, match=r"key\.pem' cannot be used: not an unencrypted elliptic-curve private key$"):
+    with pytest.raises(ConfigError, match=r"key\.pem' cannot be used: must be an ECDSA key"):
         public_bytes(path)
     path.write_text("no key")
-    with pytest.raises(ConfigError, match=r"cannot be used: not an unencrypted elliptic-curve private key$"):
+    with pytest.raises(ConfigError, match=r"cannot be used: must be an ECDSA key"):
         public_bytes(path)
     with pytest.raises(ConfigError, match=r"cannot be used: No such file or directory$"):
         public_bytes(tmp_path / "none.pem")

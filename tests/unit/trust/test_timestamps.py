@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust import log as log_module
 from xray_runtime.trust.audit.checkpoints import audit
-from xray_runtime.trust.log import append, choose_authority, decide, origin
+from xray_runtime.trust.log import append, choose_authority, choose_witness, decide, origin
 from xray_runtime.trust.note import LogCheckpoint
 from xray_runtime.trust.timestamp import TimestampProblem, request_stamp, stamped_at
 from xray_runtime.trust.witness import read_log_checkpoint
@@ -107,6 +108,29 @@ def test_a_decision_without_a_stamp_is_found_until_one_comes(
         decision(decided, "4")
     assert "does not answer" in caplog.text
     assert findings(decided) == ["timestamp-missing"]
+
+
+def test_an_audit_lists_every_authority(stamped: Path, tsa: Authority, tmp_path: Path) -> None:
+    def notes() -> list[tuple[str, str]]:
+        found = audit(open_lineage_store(stamped, None)).findings
+        named = [one for one in found if one.code.startswith("authority")]
+        named.sort(key=lambda one: int(one.subject.rpartition(" ")[2]))
+        return [(one.code, f"{one.subject}: {one.detail}") for one in named]
+
+    digest = hashlib.sha256(tsa.root.encode()).hexdigest()[:16]
+    at = view(stamped).state(LogTimestamps).named[0].entry.at
+    first = f"log.jsonl, entry 4: {tsa.address}, by Ada, {at}; sha256 of its root certificate {digest}"
+    assert notes() == [("authority-named", first)]
+    with authority(tmp_path / "two") as other:
+        choose_authority(stamped, other.address, other.root, by="Eve")
+        assert [code for code, _ in notes()] == ["authority-named", "authority-replaced"]
+        assert f"{other.address}, by Eve, " in notes()[1][1]
+        assert notes()[1][1].endswith("; no witness saw it")
+        choose_witness(stamped, str(tmp_path / "witness"), None, by="Ada")
+        choose_authority(stamped, tsa.address, tsa.root, by="Ada")
+    assert [code for code, _ in notes()] == ["authority-named", "authority-replaced", "authority-replaced"]
+    assert notes()[2][1].endswith(digest)
+    assert findings(stamped) == []
 
 
 def test_another_authority_does_not_count(decided: Path, tsa: Authority, tmp_path: Path) -> None:

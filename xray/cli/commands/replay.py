@@ -37,8 +37,8 @@ def command(
     """Recompute a stage from its inputs, of PPO up to an iteration, and compare every byte.
 
     Rollouts are compared with the ledger, weights with the digests in it, and at the end of the stage every file with
-    the checkpoint's. Of a bundle, the iteration in it is recomputed, and each of its parts compared. Exit codes: 0 the
-    same, 1 different (the first difference is named) or failed, 2 bad input.
+    the checkpoint's. A bundle's iteration is recomputed alone, and each of its parts compared. Exit codes: 0 the same,
+    1 different (the first difference is named) or failed, 2 bad input.
     """
     from xray_runtime.kernel.history.reference import resolve
     from xray_runtime.trust.replay import replay as run_replay

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.kernel.config.section import Section
 
-COLUMNS = ("row", "round", "version", ANSWERS)
+COLUMNS, IN_FLIGHT = ("row", "round", "version", ANSWERS), ("group", "rollout_logprobs")
 
 
 class AgentSource(EpisodeSource):
@@ -51,12 +51,12 @@ def _lines(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, An
     """Lines of the journal with the records of an iteration's episodes."""
     lines = []
     columns = [table[name].to_pylist() for name in COLUMNS]
-    groups = table["group"].to_pylist() if config.in_flight_updates else [None] * len(table)
-    for row, attempt, version, text, group in zip(*columns, groups, strict=True):
+    in_flight = [table[name].to_pylist() if config.in_flight_updates else [None] * len(table) for name in IN_FLIGHT]
+    for row, attempt, version, text, group, logprobs in zip(*columns, *in_flight, strict=True):
         rollout, place = rollout_name(purpose_of(attempt), number, version), row - attempt * config.rollout_size
         if group is not None:
             rollout, place = rollout_name(purpose_of(0), group, None), row % config.samples_per_prompt
-        lines.append(record_line(rollout, place, number, json.loads(text)))
+        lines.append(record_line(rollout, place, number, json.loads(text), logprobs))
     return lines
 
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,8 +29,10 @@ from xray_runtime.kernel.store.manifest import Sha256
 
 if TYPE_CHECKING:
     from securesystemslib.dsse import Envelope
-    from securesystemslib.signer import CryptoSigner, SSlibKey
+    from securesystemslib.signer import Signer, SSlibKey
 
+OPENSSH = (b"ecdsa-", b"sk-", b"ssh-")
+"""How public keys of OpenSSH begin."""
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 OLD_FORMAT = "it is in the format of an older version of X-ray, which this one does not verify: run the lifecycle again"
@@ -167,9 +170,13 @@ def require_signers(envelope: Envelope, keys: Sequence[SSlibKey]) -> None:
 
 
 def sign(record: InTotoRecord[Any], *private: bytes) -> bytes:
-    """A statement in an envelope with a signature by each key (in PEM): one line.
+    """A statement in an envelope with a signature by each key: one line.
 
-    Raises ValueError where in-toto's own tools would refuse the statement, or a key cannot be used.
+    Args:
+        private: keys as `load_signer` takes them.
+
+    Raises ValueError where in-toto's own tools would refuse the statement, or a key cannot be used; OSError where an
+    agent does not sign.
     """
     from google.protobuf.json_format import ParseDict
     from in_toto_attestation.v1.statement import Statement
@@ -182,8 +189,8 @@ def sign(record: InTotoRecord[Any], *private: bytes) -> bytes:
     checked.validate()
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     envelope = Envelope(text.encode(), PAYLOAD_TYPE, {})
-    for pem in private:
-        envelope.sign(load_private(pem))
+    for key in private:
+        envelope.sign(load_signer(key))
     return json.dumps(envelope.to_dict(), sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
@@ -221,22 +228,35 @@ def read_record(envelope: Envelope, record: type[R]) -> R:
 
 
 def load_public(pem: bytes) -> SSlibKey:
-    """A public key. Raises ValueError where it is no elliptic-curve one in PEM."""
+    """A public key. Raises ValueError where it is no elliptic-curve one in PEM, or in a line as OpenSSH writes it."""
+    load = serialization.load_ssh_public_key if pem.startswith(OPENSSH) else serialization.load_pem_public_key
     try:
-        key = serialization.load_pem_public_key(pem)
-    except (ValueError, TypeError) as error:
+        key = load(pem)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ValueError(f"not a public key in PEM ({first_line(error)})") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError("not an elliptic-curve public key")
     return _public(key)
 
 
+def names_agent_key(private: bytes) -> bool:
+    """Whether what should be a private key is a public one, so that an SSH agent must hold the private half."""
+    return b"PRIVATE KEY-----" not in private
+
+
 @lru_cache(maxsize=8)
-def load_private(pem: bytes) -> CryptoSigner:
-    """A private key. Raises ValueError or TypeError where it is no unencrypted elliptic-curve one in PEM."""
+def load_signer(private: bytes) -> Signer:
+    """The signer of a private key in PEM; an SSH agent signs where it is a public key (PEM, or OpenSSH's).
+
+    Raises ValueError or TypeError where it is no (unencrypted) elliptic-curve one.
+    """
     from securesystemslib.signer import CryptoSigner
 
-    key = serialization.load_pem_private_key(pem, password=None)
+    if names_agent_key(private):
+        from xray_runtime.kernel.evidence.agent import AgentSigner
+
+        return AgentSigner(load_public(private))
+    key = serialization.load_pem_private_key(private, password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("not an elliptic-curve private key")
     return CryptoSigner(key, _public(key.public_key()))
@@ -250,8 +270,8 @@ def new_private_key() -> bytes:
 
 
 def public_half(private: bytes) -> bytes:
-    """The public half of a private key, both in PEM. Raises ValueError where that is no elliptic-curve key."""
-    return TrustedKey(load_private(private).public_key).pem
+    """The public half of a key, in PEM; errors and `private` are those of `load_signer`."""
+    return TrustedKey(load_signer(private).public_key).pem
 
 
 def _public(key: ec.EllipticCurvePublicKey) -> SSlibKey:

@@ -119,6 +119,10 @@ class RunFacts(EvidenceModel):
     dependencies."""
     gates: dict[str, Any] | None = None
     """For an evaluation, the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
+    device_seconds: float = 0.0
+    """Time in which this attempt's models were open, times the devices that they held."""
+    energy_joules: dict[str, float] = Field(default_factory=dict)
+    """Used meanwhile by processors and GPUs of the machine that ran the stage, where it tells (`kernel.energy`)."""
 
 
 class Metadata(EvidenceModel):

@@ -23,7 +23,7 @@ from xray_runtime.models.objectives import (
     Objective,
     Terms,
     Texts,
-    by_row,
+    reply_sums,
     response_logprobs,
     sequences,
 )
@@ -43,7 +43,7 @@ class ReplyForward(Forward[R]):
         """Log-probability of each reply [B']."""
         texts = sequences(self.rows)
         logprobs, _ = response_logprobs(self.module, self.hidden, texts, 1.0)
-        return torch.stack([reply.sum() for reply in by_row(logprobs, texts)])
+        return reply_sums(logprobs, texts)
 
     @property
     def num_tokens(self) -> Tensor:

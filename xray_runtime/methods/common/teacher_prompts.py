@@ -1,4 +1,5 @@
-"""A teacher reads what its student reads: the same vocabulary, and the same tokens of each prompt.
+"""A teacher reads what its student reads: the same tokens of each prompt, or, where it may have another vocabulary, the
+same messages and texts.
 
 A template that is one token off costs more nats than most students are from their teachers.
 """
@@ -6,13 +7,20 @@ A template that is one token off costs more nats than most students are from the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from xray_runtime.data.aligned_tokens import Aligned, aligned
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizer import Tokenizer
-from xray_runtime.data.tokenizing import encode_prompts
+from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rewards.reward_reader import replies_to
+
+log = logging.getLogger(__name__)
 
 MOST_WHOLE = 8192
 """Tokens of the largest vocabulary that is compared whole."""
@@ -24,19 +32,46 @@ class TeacherPrompts:
     Args:
         where: its name in errors.
         tokenizer: the student's.
+        reads_texts: another vocabulary is allowed (`rows`).
 
     Raises:
         ValueError: it has another vocabulary; one line.
     """
 
-    def __init__(self, where: str, teacher: Path, tokenizer: Tokenizer) -> None:
-        self._where, self._tokenizer = where, load_tokenizer(teacher)
-        if self._tokenizer.get_vocab() != tokenizer.get_vocab():
+    def __init__(self, where: str, teacher: Path, tokenizer: Tokenizer, *, reads_texts: bool = False) -> None:
+        self._where, self._tokenizer, self._own = where, load_tokenizer(teacher), tokenizer
+        self.has_other_tokens = self._tokenizer.get_vocab() != tokenizer.get_vocab()
+        if self.has_other_tokens and not reads_texts:
             raise ValueError(
                 f"{where}: its tokenizer is not allowed: its vocabulary of {len(self._tokenizer):,} tokens is not the "
                 f"policy's of {len(tokenizer):,}, whose tokens it would score"
             )
-        self.same_template = self._tokenizer.chat_template == tokenizer.chat_template
+        self.same_template = self.has_other_tokens or self._tokenizer.chat_template == tokenizer.chat_template
+
+    def rows(self, prompts: Sequence[Messages], rows: TextBatch) -> tuple[TextBatch, list[Aligned | None]]:
+        """The student's `rows` in the tokens of another vocabulary, with what aligns each reply; a reply of which the
+        two read other texts is replaced by the end of a turn, and aligned with nothing."""
+        own_ends, end = (
+            {chat_format(self._own).end_of_turn, self._own.eos_token_id},
+            chat_format(self._tokenizer).end_of_turn,
+        )
+        replies = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
+        texts = decode_replies(self._own, replies)
+        found: list[Aligned | None] = []
+        for ids, its in zip(replies, replies_to(self._tokenizer, prompts, texts), strict=True):
+            num_ends = int(ids[-1] in own_ends)
+            found.append(aligned(self._own, ids, self._tokenizer, its if num_ends else its[:-1], num_ends=num_ends))
+        if not any(found):
+            raise ValueError(
+                f"{self._where}: its tokenizer is not allowed: it reads none of {len(replies)} replies as the policy's "
+                f"text, such as {texts[0][:40]!r}"
+            )
+        if lost := sum(each is None for each in found):
+            log.warning(
+                "%s: it says nothing of %d of %d replies, whose text it does not read", self._where, lost, len(found)
+            )
+        read = [[end] if each is None else each.ids for each in found]
+        return TextBatch.of(encode_prompts(self._tokenizer, prompts), read), found
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
         """Raises ValueError if it reads one of the prompts, messages with the student's tokens, as other tokens."""

@@ -89,8 +89,7 @@ class _DPO(Method):
         return rows, StepTotals.of(rows)
 
     def metrics(self, step: Trained) -> dict[str, float]:
-        means = {f"dpo/{shown}": step.result.sums[name] / step.totals.rows for name, shown in SUMS.items()}
-        return means | {"speed/computed_tokens": step.result.computed_tokens}
+        return {f"dpo/{shown}": step.result.sums[name] / step.totals.rows for name, shown in SUMS.items()}
 
     def heldout(self) -> dict[str, float]:
         statistics = self._without_training(HELDOUT, np.arange(self.parts[HELDOUT].size // 2))

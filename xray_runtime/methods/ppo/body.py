@@ -80,8 +80,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
         for iteration in range(loop.state.restore(), config.iterations):
             clock = PhaseClock(f"{stage.name}, iteration {iteration}")
             with clock.phase("sync"):
-                sent = loop.rollouts.sync(loop.models["policy"], iteration)
-                probe = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
+                sent, probe = loop.rollouts.sync(loop.models["policy"], iteration)
             with clock.phase("generate"), loop.sampling_turn():
                 validation_replies = loop.validation.sample(loop.models["generator"], iteration, loop.episodes)
                 loop.rollouts.request(iteration)

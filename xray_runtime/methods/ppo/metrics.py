@@ -150,7 +150,9 @@ def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clo
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
     metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
     metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
-    metrics["speed/computed_tokens"] = sum(step.results["policy"].computed_tokens for step in update.steps)
+    for role, name in (("policy", "speed/computed_tokens"), ("critic", "speed/critic_computed_tokens")):
+        if results := [step.results[role] for step in update.steps if role in step.results]:
+            metrics[name] = sum(result.computed_tokens for result in results)
     metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
     return metrics
 

@@ -126,13 +126,15 @@ class Rollouts:
         drawn = self._order.take(count).repeated(config.samples_per_prompt)
         return self._checked(self._sample(drawn, iteration, purpose_of(attempt + 1), iteration))
 
-    def sync(self, policy: ModelHandle, iteration: int) -> str | None:
-        """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy`."""
+    def sync(self, policy: ModelHandle, iteration: int) -> tuple[str | None, float | None]:
+        """Load version `iteration` of the policy's weights into the generator; returns `LedgerShard.policy` and, with
+        `lag`, what `probe` finds, while no part of a reply is before it."""
         lora = self._stage.config.lora
         # A generator begins with the checkpoint, which a policy with rounded matrices is not.
         holds_it = not iteration and (lora is None or lora.quantize is None)
         with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
-            return None if holds_it else get(self._generator.follow.remote(policy, iteration))
+            sent = None if holds_it else get(self._generator.follow.remote(policy, iteration))
+            return sent, self.probe(policy, iteration) if self._stage.config.lag else None
 
     @property
     def dropped(self) -> Sequence[int]:

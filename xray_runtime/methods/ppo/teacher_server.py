@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,13 +44,16 @@ class TeacherServer:
         self._mark = {RECORDED: True} if stage.config.keeps_answers else {}
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
-        """Raises ValueError: it does not answer, or reads one of the prompts as other tokens than the student."""
-        given = list(prompts)
+        """Raises ValueError: it does not answer, or reads one of the prompts as other tokens than the student. A prompt
+        that it read alike is not sent again."""
+        keyed = {_digest([SOURCE, "tokenize", messages, own]): (messages, own) for messages, own in prompts}
+        given = {key: prompt for key, prompt in keyed.items() if self._journal.entry(key) is None}
         requests = [
-            {"model": self._config.model, "messages": messages, "add_generation_prompt": True} for messages, _ in given
+            {"model": self._config.model, "messages": messages, "add_generation_prompt": True}
+            for messages, _ in given.values()
         ]
         answers = ask_all(self._config, "/tokenize", requests, lambda _, answer: _tokens(answer))
-        for (messages, own), answer in zip(given, answers, strict=True):
+        for (messages, own), answer in zip(given.values(), answers, strict=True):
             if isinstance(answer, Score):
                 raise ValueError(f"{self._where}: the teacher does not answer: {answer.why}")
             if list(own) != answer:
@@ -59,6 +62,7 @@ class TeacherServer:
                     f"{str(messages[-1]['content'])[:40]!r} as {len(answer)} tokens that are not the policy's "
                     f"{len(own)}; both need the same tokenizer and chat template"
                 )
+        self._write(0, {key: {"tokens": len(own)} for key, (_, own) in given.items()})
 
     def score(self, rows: TextBatch, step: int) -> Scores:
         """Its log-probabilities of the replies. Raises RuntimeError: it has none for some, after all retries."""
@@ -74,15 +78,17 @@ class TeacherServer:
             lambda number, answer: _read(answer, *to_score[number], self._top_k),
         )
         fresh = {key: answer for key, answer in zip(missing, answers, strict=True) if not isinstance(answer, Score)}
-        self._journal.write_entries(
-            step, [{"key": key, "source": SOURCE, "step": step, "answer": a} | self._mark for key, a in fresh.items()]
-        )
+        self._write(step, fresh)
         failed = [answer for answer in answers if isinstance(answer, Score)]
         if failed:
             raise RuntimeError(
                 f"{self._where}: {len(failed)} of {len(to_score)} replies have no answer: {failed[0].why}"
             )
         return _scores([(known | fresh)[key] for key in keys], self._top_k)
+
+    def _write(self, step: int, answers: Mapping[str, dict[str, Any]]) -> None:
+        entries = ({"key": key, "source": SOURCE, "step": step, "answer": answer} for key, answer in answers.items())
+        self._journal.write_entries(step, [entry | self._mark for entry in entries])
 
     def _request(self, ids: Sequence[int]) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
 """The teachers of a stage: which of them scores which reply, and what it reads.
 
 A teacher reads the tokens that the policy sampled after the prompt that the policy read (`common.teacher_prompts`), so
-their log-probabilities are of the same events.
+their log-probabilities are of the same events. One of another vocabulary reads the same texts in its own tokens, and is
+compared with the policy over chunks at whose ends tokens of both end (`data.aligned_tokens`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy as np
 
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import Local, ModelHandle, Ref, get
+from xray_runtime.data.aligned_tokens import Aligned
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts, compared_tokens
 from xray_runtime.methods.ppo.teacher_server import TeacherServer
@@ -42,11 +45,20 @@ class TeacherRequests:
     """The rows of each request."""
     answers: Sequence[Ref[Scores]]
     """Each may have more rows, after these."""
+    aligned: Sequence[Sequence[Aligned | None] | None]
+    """The rows of each request that is in the tokens of another vocabulary."""
 
-    def get(self) -> Scores:
-        """`teacher_logprobs` of all rows, in their order."""
-        answers = zip(self.places, self.answers, strict=True)
-        parts = [_of_teacher(get(answer)).take(np.arange(len(at))) for at, answer in answers]
+    def get(self, logprobs: Ragged) -> Scores:
+        """`teacher_logprobs` of all rows, in their order; `logprobs`: the policy's, which are those of a teacher that
+        does not read a row."""
+        parts = []
+        for at, answer, aligned in zip(self.places, self.answers, self.aligned, strict=True):
+            part = _of_teacher(get(answer)).take(np.arange(len(at)))
+            if aligned is not None:
+                rows = zip(aligned, logprobs[at], part.teacher_logprobs, strict=True)
+                found = (own if one is None else one.spread(own, its) for one, own, its in rows)
+                part = Scores(teacher_logprobs=Ragged.of(found, np.float32))
+            parts.append(part)
         return Scores.concat(parts).take(np.argsort(np.concatenate(self.places), kind="stable"))
 
 
@@ -67,8 +79,11 @@ class Teachers:
         assert config is not None
         self._stage, self._config, self._tokenizer = stage, config, tokenizer
         self._paths = {f"teacher.{number}": model.path for number, model in enumerate(stage.inputs.teacher)}
+        # Whole distributions are over one vocabulary, and what is read between turns has no text of the policy's.
+        reads_texts = config.beta is None and config.demonstration is None and stage.config.environment is None
         self._readers = {
-            role: TeacherPrompts(f"{stage.name}.{role}", path, tokenizer) for role, path in self._paths.items()
+            role: TeacherPrompts(f"{stage.name}.{role}", path, tokenizer, reads_texts=reads_texts)
+            for role, path in self._paths.items()
         }
         self._top_k, self._num_tokens = compared_tokens(
             f"{stage.name}.distillation", stage.inputs.policy.path, config.beta, config.top_k
@@ -107,21 +122,29 @@ class Teachers:
             rows = self._shown(prompts, rows, columns)
         if self._server is not None:
             answer = Local(ThreadPoolExecutor(1).submit(self._server.score, rows, step))
-            return TeacherRequests([np.arange(len(rows))], [answer])
+            return TeacherRequests([np.arange(len(rows))], [answer], [None])
         places = self._places(len(rows), columns)
+        answers, found = list[Ref[Scores]](), list[Sequence[Aligned | None] | None]()
         for role, at in places.items():
-            if role in self._readers:
-                self._readers[role].check(prompts[i] for i in at)
+            reader, of_teacher = self._readers.get(role), rows.take(at)
+            found.append(None)
+            if reader is not None:
+                reader.check(prompts[i] for i in at)
+                if reader.has_other_tokens:
+                    of_teacher, found[-1] = reader.rows([prompts[i][0] for i in at], of_teacher)
+            self._check_length(of_teacher)
+            # Each rank needs a row, and a teacher of some rows may have few: they are repeated.
+            count = max(len(at), self._stage.config.frozen.data_parallel)
+            answers.append(models[role].score.remote(of_teacher.take(np.resize(np.arange(len(at)), count))))
+        return TeacherRequests(list(places.values()), answers, found)
+
+    def _check_length(self, rows: TextBatch) -> None:
         longest = int(rows.input_ids.lengths.max(initial=0))
         if self._limit is not None and longest > self._limit:
             raise ValueError(
                 f"{self._stage.name}: {longest} tokens are not allowed: the teacher reads at most {self._limit}; lower "
                 "max_prompt_tokens or max_new_tokens"
             )
-        # Each rank needs a row, and a teacher of some rows may have few: they are repeated.
-        least = self._stage.config.frozen.data_parallel
-        given = {role: rows.take(np.resize(at, max(len(at), least))) for role, at in places.items()}
-        return TeacherRequests(list(places.values()), [models[role].score.remote(of) for role, of in given.items()])
 
     def _places(self, count: int, columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
         """Teacher → its rows, of those that have any."""

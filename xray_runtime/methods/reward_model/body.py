@@ -79,7 +79,6 @@ class _RewardModel(Method):
         return {
             "reward_model/loss": step.result.sums["loss"] / step.totals.rows,
             "reward_model/accuracy": step.result.sums["correct"] / step.totals.rows,
-            "speed/computed_tokens": step.result.computed_tokens,
             "reward_model/length_baseline_accuracy": self.baseline,
         }
 

@@ -211,9 +211,6 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
     """
     engine = engine.resolved(device)
     mixed, sharding = engine.precision == "bfloat16", sharding_of(engine.library)
-    if lora is not None and lora.dora:
-        levels = tuple(level for level in sharding.levels if level in engine.capabilities.dora_levels)
-        sharding = replace(sharding, levels=levels, split_levels=())
     options = Options(
         lora_rank=lora.rank if lora is not None else None,
         lora_targets=tuple(sorted(lora.target_modules)) if lora is not None and lora.target_modules else None,

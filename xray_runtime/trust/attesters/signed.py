@@ -16,7 +16,7 @@ from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import SharedStore
 from xray_runtime.trust import attestation, keys, log
-from xray_runtime.trust.signing import signing_key
+from xray_runtime.trust.signing import require_agent, signing_key
 
 
 class SignedEvidence:
@@ -34,7 +34,7 @@ class SignedEvidence:
     publish_card = staticmethod(attestation.publish_card)
 
     def prepare(self, output: Path, shared: SharedStore | None) -> None:
-        signing_key(output)
+        require_agent(signing_key(output))
         keys.exchange_keys(output, shared)
         keys.keep_log_state(output)
 

@@ -45,7 +45,7 @@ from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.digest_memory import SETTLED_S
 from xray_runtime.kernel.store.manifest import Sha256
 from xray_runtime.trust.provenance import package_digest
-from xray_runtime.trust.signing import has_signing_key, signing_key
+from xray_runtime.trust.signing import has_signing_key, require_agent, signing_key
 
 RECORD = "verified.json"
 MAX_BYTES = 2**30
@@ -144,7 +144,7 @@ def write_record(
     if not has_signing_key(output):
         return "the private key that would sign it is not here"
     try:
-        private = signing_key(output)
+        private = require_agent(signing_key(output))
     except ConfigError as error:
         return str(error)
     verified = Verified(

@@ -12,18 +12,20 @@ from typing import Any
 
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.kernel.evidence.log import read_object
-from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.artifacts import ADAPTER, Dataset
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.report.figures import read_metrics
 from xray_runtime.kernel.report.rendering import template
 from xray_runtime.kernel.tracking.recorder import METRICS, records_directory
+from xray_runtime.models.merging import base_of
 from xray_runtime.trust.bills.history import History, is_model
 from xray_runtime.trust.card import RESULTS
 
-COMPUTED = "speed/computed_tokens"
-"""Metric: tokens that went through the trained model's layers in an iteration's updates."""
-FLOPS_A_TOKEN = 6
-"""Floating-point operations of a forward and a backward pass, for each parameter and token (Kaplan et al. 2020)."""
+COMPUTED = ("speed/computed_tokens", "speed/critic_computed_tokens")
+"""Metrics: tokens that went through the layers of the trained model, and of its critic, in a step's updates."""
+FLOPS_A_TOKEN, FROZEN_FLOPS_A_TOKEN = 6, 4
+"""Floating-point operations of a forward and a backward pass, for each parameter and token (Kaplan et al. 2020); the
+base of an adapter has no gradients of its own."""
 LIBRARIES = ("torch", "transformers", "vllm", "deepspeed", "ray")
 """Those whose versions matter to somebody who integrates the model."""
 
@@ -43,7 +45,8 @@ def write(history: History) -> bytes:
         libraries=[(name, packages[name]) for name in LIBRARIES if name in packages],
         machine=f"{machine.get('cpus', '?')} cores ({machine.get('cpu', '?')}), GPUs: "
         f"{', '.join(machine.get('gpus', [])) or 'none'}",
-        stages=[_stage(history, one) for one in history.nodes],
+        stages=(stages := [_stage(history, one) for one in history.nodes]),
+        is_energy_known=all(one["kilowatt_hours"] != "–" for one in stages),
         datasets=[_dataset(history, one) for one in history.parts if one.is_data],
         results=[
             (evaluation.manifest.stage, RESULTS[name], f"{value:.4g}")
@@ -67,12 +70,22 @@ def num_parameters(directory: Path) -> int | None:
     return count
 
 
+def flops_a_token(directory: Path) -> float:
+    """Of an update of a model; 0 where its weights cannot be read."""
+    base = base_of(directory)
+    if base is None:
+        return FLOPS_A_TOKEN * (num_parameters(directory) or 0)
+    frozen = num_parameters(base.directory) or 0
+    return FROZEN_FLOPS_A_TOKEN * frozen + FLOPS_A_TOKEN * (num_parameters(directory / ADAPTER) or 0) if frozen else 0
+
+
 def _stage(history: History, node: Node) -> dict[str, Any]:
-    times = history.statements[node.sha256].predicate.details.metadata
+    details = history.statements[node.sha256].predicate.details
+    times, run = details.metadata, details.run
     seconds = datetime.fromisoformat(times.finished) - datetime.fromisoformat(times.started)
     metrics = read_metrics(records_directory(history.output, node.manifest.stage, node.manifest.key) / METRICS)
-    tokens = sum(value for _, value in metrics.get(COMPUTED, []))
-    flops = FLOPS_A_TOKEN * tokens * (num_parameters(node.directory) or 0) if tokens and is_model(node) else 0
+    tokens = sum(value for name in COMPUTED for _, value in metrics.get(name, []))
+    flops = tokens * flops_a_token(node.directory) if is_model(node) else 0
     settings = {name: node.manifest.config[name] for name in ("method", "lr") if name in node.manifest.config}
     settings["seed"] = node.manifest.seed
     return {
@@ -81,6 +94,8 @@ def _stage(history: History, node: Node) -> dict[str, Any]:
         "settings": ", ".join(f"{name} = {value}" for name, value in settings.items()),
         "updates": node.manifest.step,
         "seconds": f"{seconds.total_seconds():.0f}",
+        "device_hours": f"{run.device_seconds / 3600:.3g}" if run.device_seconds else "–",
+        "kilowatt_hours": f"{sum(run.energy_joules.values()) / 3.6e6:.3g}" if run.energy_joules else "–",
         "flops": f"{flops:.2e}" if flops else "not recorded" if node.manifest.step else "–",
     }
 

@@ -60,7 +60,7 @@ class Iteration(EvidenceModel):
     """One iteration of a stage, computed again by who wrote the bundle and found equal to its ledger."""
 
     checkpoint: Sha256
-    """Of the stage."""
+    """The stage's."""
     iteration: int = Field(ge=0)
     """Counted from 0."""
     update: Update
@@ -117,7 +117,8 @@ def write_bundle(store: LineageStore, stage: Replayable, record: Iteration, made
     statement = IterationRecord.of(record, {name: file_sha256(file) for name, file in members.items()})
     (made / RECORD).write_bytes(sign(statement, signing_key(store.output).read_bytes()))
     temporary = path.with_name(f"{path.name}.writing")
-    with tarfile.open(temporary, "w") as archive:
+    # Without headers of its own before a member: the first is what `is_iteration` reads.
+    with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as archive:
         for name, file in {RECORD: made / RECORD, **members}.items():
             archive.add(file, name, recursive=False)
     sync(temporary)
@@ -131,7 +132,7 @@ def _keys(output: Path) -> dict[str, Path]:
 
 
 def _of_stage(stage: Replayable, iteration: int) -> dict[str, Path]:
-    """What a replay of the iteration reads of the stage's own checkpoint."""
+    """The files of the stage's own checkpoint that a replay of the iteration reads."""
     directory, config = stage.node.directory, stage.config
     assert isinstance(config, PPOConfig)
     # The next shard has the digest of the weights; those that were sampled meanwhile, answers of environments.
@@ -224,7 +225,7 @@ def _differing(output: Path, signed: dict[str, str]) -> list[str]:
 
 
 def _of_record(output: Path, node: Node, verifier: Verifier) -> list[str]:
-    """What is wrong with the stage's own files, by the statement that was signed when it was published."""
+    """The faults of the stage's own files, by the statement that was signed when it was published."""
     where = f"{CHECKPOINTS}/{node.directory.name}"
     try:
         foreign = foreign_in_record(node.directory / ATTESTATION)

@@ -77,7 +77,8 @@ def pack(
         Exception: any error of the body.
     """
     recorder = _Packing(stage, iteration, scratch, progress, row)
-    result, result.taken = recorder.result, recompute(recorder, open_models)
+    result = recorder.result
+    result.taken = recompute(recorder, open_models)
     if not result.is_same:
         return result
     assert recorder.update is not None

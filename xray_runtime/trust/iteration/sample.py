@@ -45,17 +45,17 @@ class SampleStep:
     """Replies in its minibatch."""
     lr: float
     logprobs: list[float]
-    """Of the reply's tokens, before the step."""
+    """Those of the reply's tokens, before the step."""
     old_logprobs: list[float]
     """Where the ratio is 1."""
     losses: dict[str, list[float]]
     """Component of the loss → each token's part of the step's loss; empty where the loss also reads other tokens."""
     norm: float | None
-    """Of the gradient of the reply alone; None: it cannot be told from the others'."""
+    """The norm of the reply's own gradient; None: it cannot be told from the others'."""
     others_norm: float | None
-    """Of the gradient of all others."""
+    """The norm of the gradient of all others."""
     whole_norm: float = float("nan")
-    """Of the step's gradient, before clipping."""
+    """The norm of the step's gradient, before clipping."""
 
     @property
     def loss(self) -> float:
@@ -64,7 +64,7 @@ class SampleStep:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between the reply's gradient and the step's."""
+        """The cosine of the angle between the reply's gradient and the step's."""
         if self.norm is None or self.others_norm is None:
             return None
         return cosine(self.norm, self.others_norm, self.whole_norm)
@@ -76,7 +76,7 @@ class SampleStep:
 
 
 def cosine(part: float, rest: float, whole: float) -> float | None:
-    """Of the angle between g₁ and g₁ + g₂, from the norms of g₁, g₂ and g₁ + g₂; None where one has no direction."""
+    """The cosine of the angle between g₁ and g₁ + g₂, from the norms of g₁, g₂ and both; None where one is 0."""
     if not part or not whole:
         return None
     return max(-1.0, min(1.0, (part**2 + whole**2 - rest**2) / (2 * part * whole)))
@@ -148,7 +148,7 @@ def token_losses(
     module: Any = SimpleNamespace(scalar="values" in scores or None)
     forward = objective.forward(module, as_tensors(rows))
     tensors: Any = as_tensors(scores)  # type: ignore[arg-type]
-    # What the components read of a forward pass; of the hidden states, their type.
+    # All that the components read of a forward pass; of the hidden states, their type.
     predicted = Predictions(tensors.logprobs.values, tensors.entropy.values, None, None)
     given = {"_predicted": predicted, "hidden": predicted.logprobs}
     vars(forward).update(given | ({"values": tensors.values.values} if "values" in scores else {}))

@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Update(EvidenceModel):
-    """What an update computed, exactly."""
+    """The numbers that an update computed, exactly."""
 
     steps: dict[str, list[dict[str, str]]]
     """Role → each optimizer step's sums and norm of the gradient, as Python writes the numbers."""

@@ -1,4 +1,4 @@
-"""Replies in parts: which version samples a token, what begins anew, and what a record is enough for."""
+"""Replies in parts: which version samples a token, what begins anew."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.methods.common.sampling.reply_stream import (
-    RecordedReply,
     ReplyStream,
     by_token,
-    in_parts,
     part_tokens,
     runs,
-    sample_again,
 )
 
 END = 1
@@ -124,22 +121,6 @@ def test_a_reply_goes_on_with_new_weights_and_short_ones_do_not_wait(generator: 
     assert reply.ended
     assert len(reply.ids) == 100
     assert all(0 <= -p - v < 1 for p, v in zip(reply.logprobs, by_token(reply.versions), strict=True))
-
-
-def test_a_recorded_reply_is_sampled_again_part_by_part(generator: Generator, stream: ReplyStream) -> None:
-    future = stream.sample([60, 0], 5, SAMPLING)
-    let(generator, 1)
-    generator.turn.release()
-    with stream.updating(1, 0):
-        pass
-    generator.turn.release(5)
-    reply = future.result(20)
-    assert len(reply.versions) == 2
-    again = RecordedReply([60, 0], 5, in_parts(SAMPLING), list(reply.ids), [0.0] * 60, reply.versions)
-    generator.turn.release(5)
-    for version in (0, 1):
-        sample_again([again], version, generator)
-    assert (again.ids, again.logprobs) == (reply.ids, reply.logprobs)
 
 
 def test_a_reply_with_too_old_a_token_begins_anew(generator: Generator, stream: ReplyStream) -> None:

@@ -22,6 +22,7 @@ from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.rollouts import PROBE_TOKENS
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.trust.replay_answers import restore_recorded
@@ -45,6 +46,14 @@ class Policy(PPOModel):
         found = FakeGenerator(self.world.tokenizer)(rows.with_columns(seed=seeds), sampling, version)  # type: ignore[attr-defined]
         ids = found.response_ids
         return found.with_columns(rollout_logprobs=ids.like(logprob(ids.values) + self.surer))
+
+
+class Probed(Policy):
+    """Samples the probes of generator and trainer alone."""
+
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
+        assert sampling.max_new_tokens == PROBE_TOKENS
+        return super()._generate(rows, sampling, version)
 
 
 @pytest.fixture
@@ -76,8 +85,8 @@ def trained(inputs: PPOInputs, out: Path, versions: Path, kept: Path, **fields: 
     world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
     world.versions = versions  # type: ignore[attr-defined]
     kept.mkdir(exist_ok=True)
-    newest = fields.pop("newest", None)
-    return attempt(inputs, out, world, model=Policy, kept=kept, newest=newest, **options(**fields))
+    newest, model = fields.pop("newest", None), fields.pop("model", Policy)
+    return attempt(inputs, out, world, model=model, kept=kept, newest=newest, **options(**fields))
 
 
 def shards(out: Path) -> list[Rows_]:
@@ -159,7 +168,7 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
     config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
     restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
     assert restored == ["environment"]
-    trained(inputs, tmp_path / "replayed", versions, replayed, agent="is_gone")
+    trained(inputs, tmp_path / "replayed", versions, replayed, model=Probed, agent="is_gone")
     for iteration in range(ITERATIONS):
         shard = shard_path(Path("ledger"), iteration)
         assert (tmp_path / "replayed" / shard).read_bytes() == (out / shard).read_bytes()

@@ -44,7 +44,7 @@ class Policy(PPOModel):
         assert version == self.version
         if self.world.error is not None and version >= 2:  # type: ignore[attr-defined]
             raise self.world.error  # type: ignore[attr-defined]
-        time.sleep(0.08)
+        time.sleep(self.world.pause_s)  # type: ignore[attr-defined]
         replies = []
         for prompt, seed in zip(rows.input_ids, rows.seed.tolist(), strict=True):
             draw, ids = random.Random(repr((prompt.tolist(), seed, version))), list[int]()
@@ -87,6 +87,7 @@ PLAYED: dict[str, Any] = {
 def trained(inputs: PPOInputs, out: Path, kept: Path, **fields: Any) -> FakeRecorder:
     world = World(surer_by=SURER)
     world.error = fields.pop("error", None)  # type: ignore[attr-defined]
+    world.pause_s = fields.pop("pause_s", 0.08)  # type: ignore[attr-defined]
     world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
     kept.mkdir(exist_ok=True)
     newest = fields.pop("newest", None)
@@ -198,7 +199,7 @@ def test_the_slowest_are_given_up_where_that_is_asked_for(inputs: PPOInputs, tmp
 
 
 def test_a_reply_over_the_bound_begins_anew(inputs: PPOInputs, tmp_path: Path) -> None:
-    recorder = trained(inputs, tmp_path / "out", tmp_path / "kept", lag=1, max_new_tokens=256)
+    recorder = trained(inputs, tmp_path / "out", tmp_path / "kept", lag=1, max_new_tokens=256, pause_s=0.4)
     for iteration, rows in enumerate(shards(tmp_path / "out")):
         assert all(iteration - 1 <= v <= iteration for row in rows for v in row["token_versions"])
     assert sum(point["rollout/stale"] for point in recorder.points) > 0

@@ -135,11 +135,18 @@ def test_a_seat_that_is_not_there_fails_its_game(inputs: PPOInputs, tmp_path: Pa
 
 
 def test_a_seat_without_a_turn_has_no_reward(inputs: PPOInputs, tmp_path: Path, message_texts: Messages) -> None:
-    played(inputs, tmp_path / "out", "Solo", **FIELDS | {"max_failed": 0.5, "iterations": 1})
+    """Half of the rows, and yet no failure."""
+    played(inputs, tmp_path / "out", "Solo", **FIELDS | {"max_failed": 0.0, "iterations": 1})
     table = ledger(tmp_path / "out", 0)
     assert table["reward"].to_pylist() == [1.0, 1.0, None, None] * 2
     assert table["turns"].to_pylist() == [1, 1, 0, 0] * 2
     message_texts.check(table["failure/environment"].to_pylist()[2])
+
+
+def test_a_policy_that_never_has_a_turn_is_an_error(inputs: PPOInputs, tmp_path: Path, message_texts: Messages) -> None:
+    against, seats = dataclasses.replace(inputs, champion=inputs.policy), {"seats": SEATS, "champion_seats": ["left"]}
+    with message_texts.raises(RuntimeError):
+        played(against, tmp_path / "out", "Solo", model=Sides, **FIELDS | {"limits": seats, "max_failed": 0.9})
 
 
 class Sides(Policy):

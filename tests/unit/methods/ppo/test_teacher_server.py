@@ -122,11 +122,15 @@ def test_no_reply_is_asked_twice_and_a_replay_reads_the_checkpoint(
     # Another step has answers of its own.
     asks(teacher, kept).score(ROWS, 4)
     assert len(teacher.asked) == 6
+    asks(teacher, kept).check(PROMPTS)
     publish_answers(Journal(kept), out)
     journal = Journal(again)
     assert restore_answers(out, journal) == {"teacher"}
     same(asks(teacher, again).score(ROWS, 3), first)
     assert len(teacher.asked) == 6
+    # Nor does a replay need the server for what it had read alike.
+    teacher.prompt = [0]
+    asks(teacher, again).check(PROMPTS)
     (out / ANSWERS).write_text('{"key": "x", "source": "teacher", "answer": {}}\n')
     with pytest.raises(ValueError, match=r"line 1: damaged$"):
         restore_answers(out, journal)

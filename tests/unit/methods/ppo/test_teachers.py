@@ -15,9 +15,18 @@ import torch
 
 import xray
 from tests.message_texts import Messages
-from tests.unit.methods.ppo.loop import KL_PER_TOKEN, MAX_NEW_TOKENS, MINIBATCH, REPLIES, PPOModel, World, attempt
+from tests.unit.methods.ppo.loop import (
+    KL_PER_TOKEN,
+    MAX_NEW_TOKENS,
+    MINIBATCH,
+    REPLIES,
+    PPOModel,
+    World,
+    attempt,
+    logprob,
+)
 from xray_runtime.algorithms.losses import PolicyLossInputs
-from xray_runtime.data.batch import Rollout, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -30,10 +39,12 @@ from xray_runtime.methods.distill.kind import DISTILL
 from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.objectives import KLToReference, PPOObjective
+from xray_runtime.models.causal_lm import load_tokenizer
 
 OFF_BY = {"teacher.0": 0.5, "teacher.1": -0.25}
 """How much the teachers' log-probabilities of a reply's first token lie above the policy's; the second's are equal."""
 PROMPTS = [f"question number {number}" for number in range(10)]
+OTHER_WORDS = ["zebras zigzag"]
 SIZES: dict[str, Any] = {
     "prompts_per_iteration": REPLIES,
     "minibatch_size": MINIBATCH,
@@ -209,12 +220,60 @@ def test_a_prompt_may_have_the_name_of_the_demonstration_in_braces(
 
 
 def test_a_teacher_must_read_what_the_policy_reads(tmp_path: Path, message_texts: Messages) -> None:
-    """One token more in its template; another vocabulary. Nothing was opened before."""
-    for name, given in (("template", {"template": CHATML}), ("words", {"corpus": ["zebras zigzag"]})):
+    """One token more in its template; another vocabulary, of which distributions cannot be compared. Nothing was opened
+    before."""
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("template", {"template": CHATML}, {}),
+        ("words", {"corpus": OTHER_WORDS}, {"beta": 0.5}),
+    ]
+    for name, given, distillation in cases:
         inputs, world = make(_folder(tmp_path / name), **given), World()
         with message_texts.raises(ValueError):
-            attempt(inputs, tmp_path / name / "out", world, model=Taught, **FIELDS | {"distillation": {}})
+            attempt(inputs, tmp_path / name / "out", world, model=Taught, **FIELDS | {"distillation": distillation})
         assert world.calls == []
+
+
+def test_a_teacher_of_another_vocabulary_reads_the_texts(tmp_path: Path) -> None:
+    """The words of the loop are single characters, tokens of both; prompts are other tokens."""
+    inputs = make(tmp_path, corpus=OTHER_WORDS)
+    taught(inputs, tmp_path / "out", {"coef": 2.0})
+    [(role, rows)] = texts
+    assert role == "teacher.0"
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    own, its = load_tokenizer(inputs.policy.path), load_tokenizer(inputs.teacher[0].path)
+    prompts, replies = table["prompt"].to_pylist(), table["reply_ids"].to_pylist()
+    for read, prompt, reply in zip(rows, prompts, replies, strict=True):
+        messages = [{"role": "user", "content": PROMPTS[prompt]}]
+        text = its.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert its.decode(read[:-1]) == text + own.decode(reply[:-1])
+        assert read[-1] == its.eos_token_id
+    given = np.concatenate([np.array(table[name].to_pylist()) for name in ("teacher_logprobs", "logprobs")], 1)
+    assert (given[:, 0] - given[:, 2]).tolist() == pytest.approx([0.5] * REPLIES, abs=1e-6)
+
+
+def test_replies_that_it_reads_as_other_text_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
+) -> None:
+    """Their last word is half of a character; where that is so in all of them, nothing would be taught."""
+    inputs = make(tmp_path, corpus=OTHER_WORDS)
+    broken = load_tokenizer(inputs.policy.path).get_vocab()["Ã"]  # byte-level BPE's name of the first byte of an ü
+
+    def sampled(self: PPOModel, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
+        found = PPOModel._generate(self, rows, sampling, version)
+        ids = [[broken, reply[1]] if row in half else reply for row, reply in enumerate(found.response_ids)]
+        tokens = Ragged.of(ids)
+        return found.with_columns(response_ids=tokens, rollout_logprobs=tokens.like(logprob(tokens.values)))
+
+    monkeypatch.setattr(Taught, "_generate", sampled)
+    half = {0, 2}
+    taught(inputs, tmp_path / "out", {"coef": 2.0})
+    table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
+    assert [ids[0] == broken for ids in table["reply_ids"].to_pylist()] == [True, False, True, False]
+    for row in (0, 2):
+        assert table["teacher_logprobs"].to_pylist()[row] == table["logprobs"].to_pylist()[row]
+    half = {0, 1, 2, 3}
+    with message_texts.raises(ValueError):
+        taught(inputs, tmp_path / "none", {"coef": 2.0})
 
 
 def test_a_template_of_other_words_and_the_same_tokens_is_allowed(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class VLLMSampler(Sampler):
                 # Lists of numbers instead of an object per token, and no deep copy of an object that only we hold.
                 flat_logprobs=True,
                 skip_clone=True,
-                skip_reading_prefix_cache=sampling.routes or not sampling.cached,
+                skip_reading_prefix_cache=sampling.routes,
                 detokenize=False,
                 stop_token_ids=list(sampling.stop_token_ids),
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.shard_loading import Split
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
-from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.adapters import Adapters, joined_norms
 from xray_runtime.models.experts import expert_modules, keep_own, of_pairs, summed
 from xray_runtime.models.family import Heads
 from xray_runtime.models.heads import HeadedLM
@@ -80,8 +80,8 @@ def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str
 
 
 def _split_adapters(adapters: Adapters, mesh: Mesh) -> None:
-    """Give each peer its slice of the adapters: rows of B beside rows of a matrix, whose A x is the same on all peers;
-    columns of A beside columns, whose A x are summed."""
+    """Give each peer its slice of the adapters: rows of B, and of DoRA's norms, beside rows of a matrix, whose A x is
+    the same on all peers; columns of A beside columns, whose A x are summed."""
     from deepspeed.module_inject.layers import ColumnParallel, LinearAllreduce, LinearLayer, RowParallel
 
     for layer in adapters.layers.values():
@@ -96,6 +96,10 @@ def _split_adapters(adapters: Adapters, mesh: Mesh) -> None:
 
             part = layer.lora_B.weight if by_rows else layer.lora_A.weight
             part.data = own(part.data)
+            if layer.magnitude is not None and by_rows:
+                layer.magnitude.data = own(layer.magnitude.data)
+            elif layer.magnitude is not None:
+                layer.over_columns = functools.partial(joined_norms, mesh.tensor_group)
             if layer.start_A is not None and by_rows:
                 layer.start_B = own(layer.start_B)
             elif layer.start_A is not None:

@@ -81,6 +81,8 @@ class ZeroEngine(Scorer):
         mixed = layout.precision != "float32"
         dtype = getattr(torch, layout.precision)
         load_shard(module, weights, device, dtype, ZeroPartition(config, dtype) if self.stage == 3 else None)
+        if self.stage == 3:
+            _gather_for_norms(module)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
             for name, parameter in module.named_parameters():
@@ -318,6 +320,16 @@ class ZeroEngine(Scorer):
         safe_set_local_fp32_param(parameter, share.to(parameter.device))
 
 
+def _gather_for_norms(module: HeadedLM) -> None:
+    """Have ZeRO-3 keep the matrices of a layer gathered while DoRA takes their norm."""
+    import deepspeed
+
+    for layer in module.adapters.layers.values() if module.adapters is not None else ():
+        if layer.magnitude is not None:
+            for part in (layer.base_layer, layer.lora_A, layer.lora_B):
+                deepspeed.zero.register_external_parameter(layer, part.weight)
+
+
 class ZeroScorer(Scorer):
     """One rank of a frozen model under ZeRO-3, which loads and partitions the whole `module`."""
 
@@ -326,6 +338,7 @@ class ZeroScorer(Scorer):
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
         load_shard(module, weights, device, dtype, ZeroPartition(config, dtype))
+        _gather_for_norms(module)
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 

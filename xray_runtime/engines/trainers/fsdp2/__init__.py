@@ -30,7 +30,7 @@ class FSDP2(Trainer):
         routes=True,
         activation_checkpointing=True,
         lora=True,
-        dora_levels=(2, 3),
+        quantized=True,
         trainable_layers=True,
         scoring=True,
         # Plans assume AdamW; Muon has one moment a hidden matrix instead of two.

@@ -25,6 +25,7 @@ class Megatron(Trainer):
     capabilities = TrainerCapabilities(
         tensor_parallel=True,
         pipeline_parallel=True,
+        lora=True,
         on_cpu={"pipeline_parallel": (1,), "zero_stage": (None, 0)},
         tensor_divides=("intermediate_size",),
         pipeline_divides=("num_layers",),

@@ -24,6 +24,7 @@ from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.topology import Topology
+from xray_runtime.engines.trainers.megatron.adapters import adapt
 from xray_runtime.engines.trainers.megatron.model import MegatronLM
 from xray_runtime.engines.trainers.megatron.optimizers import Replicated, Sharded
 from xray_runtime.engines.trainers.megatron.weights import check_llama, llama
@@ -32,7 +33,7 @@ from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
-from xray_runtime.models.weight_files import read_tensor, weight_files
+from xray_runtime.models.weight_files import HEAD_PREFIX, read_tensor, weight_files
 
 
 class MegatronEngine(Scorer):
@@ -64,10 +65,13 @@ class MegatronEngine(Scorer):
         inv_freq = module.lm.model.rotary_emb.inv_freq
         super().__init__(MegatronLM(config, topology, inv_freq, scalar_head=has_head, dtype=dtype).to(device).eval())
         layers = topology.layers(self._stage, config.num_hidden_layers)
+        given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         self._fused = llama(config, layers, topology.tensor, scalar=has_head)
+        if module.adapters is not None:
+            self._fused |= adapt(self.module, module.adapters, self._fused, self._peers)
+            self.module.adapters = module.adapters
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         assert self._parameters.keys() == self._fused.keys()
-        given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         files = weight_files(checkpoint)
         for name, fused in self._fused.items():
             # Megatron's norms use these.
@@ -134,8 +138,18 @@ class MegatronEngine(Scorer):
         return scores
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        adapters = self.module.adapters
         for name in self._owned():
-            yield from self._whole(name, self._updates.value(self._parameters[name]))
+            if adapters is None or self._fused[name].pieces[0].startswith(HEAD_PREFIX):
+                yield from self._whole(name, self._updates.value(self._parameters[name]))
+        if adapters is not None:
+            own = {self._fused[name].pieces[0]: name for name in self._owned()}
+
+            def whole(plain: str, parameter: nn.Parameter) -> Tensor:
+                ((_, tensor),) = self._whole(own[states.hugging_face_name(plain)], self._updates.value(parameter))
+                return tensor
+
+            yield from adapters.merged(whole) if merged else adapters.unmerged(whole)
 
     def save(self, directory: Path) -> None:
         # Data-parallel ranks hold the same and divide it; so do peers with tensors that each holds whole.
@@ -159,7 +173,7 @@ class MegatronEngine(Scorer):
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:
-            for name in self._fused:
+            for name in self._trained():
                 parameter = self._parameters[name]
                 for kind in (states.WEIGHT, *MOMENTS):
                     found = [
@@ -174,7 +188,10 @@ class MegatronEngine(Scorer):
             self._updates.set_step(saved.step)
 
     def _owned(self) -> list[str]:
-        return [name for name, fused in self._fused.items() if not fused.borrowed]
+        return [name for name in self._trained() if not self._fused[name].borrowed]
+
+    def _trained(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
 
     def _slices(self, name: str) -> list[tuple[str, Piece]]:
         """(Hugging Face name, this rank's slice) of each tensor in a parameter."""

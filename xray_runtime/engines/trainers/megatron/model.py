@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.megatron.weights import padded_vocabulary
+from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Heads, HFConfig
 from xray_runtime.models.padding import pad, unpad
 
@@ -40,6 +41,7 @@ class MegatronLM(GPTModel):
 
     has_trunk = packs = False
     auxiliary = passes = None
+    adapters: Adapters | None = None
     branches = ()
 
     def __init__(

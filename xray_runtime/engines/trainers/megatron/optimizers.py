@@ -30,11 +30,13 @@ class Replicated:
         self._grad_clip = training.grad_clip
         shared = module.shared_embedding_or_output_weight()
         # First and last pipeline stage have a copy each; both use the sum of their gradients.
-        self._tied = shared if getattr(shared, "shared_embedding", False) else None
+        self._tied = shared if getattr(shared, "shared_embedding", False) and shared.requires_grad else None
         self._masters = {
-            p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in module.parameters()
+            p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for p in module.parameters()
+            if p.requires_grad
         }
-        """Parameter → the tensor that is stepped: itself, or its float32 copy."""
+        """Trained parameter → the tensor that is stepped: itself, or its float32 copy."""
         for parameter, master in self._masters.items():
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(self._add_gradient)
@@ -98,7 +100,8 @@ class Replicated:
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the weights, in the optimizer and in the module."""
-        self._masters[parameter].data.copy_(value)
+        if parameter in self._masters:
+            self._masters[parameter].data.copy_(value)
         parameter.data.copy_(value)
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:

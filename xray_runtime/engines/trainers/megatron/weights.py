@@ -79,6 +79,11 @@ class Fused:
             spans.append((min(block * mine * rank, width), min(block * mine * (rank + 1), width)))
         return spans
 
+    def own(self, piece: Tensor, rank: int, size: int) -> Tensor:
+        """A peer's slice of the only piece."""
+        ((low, high),) = self.spans(rank, size)
+        return piece.narrow(self.dim or 0, low, high - low).contiguous()
+
     def join(self, slices: Sequence[Tensor], size: int) -> Tensor:
         """A peer's part of the parameter from its slices of the pieces."""
         if self.dim is None:
@@ -104,6 +109,17 @@ class Fused:
             return [parts[0]]
         each = [self.split(part, rank, len(parts)) for rank, part in enumerate(parts)]
         return [torch.cat(slices, self.dim) for slices in zip(*each, strict=True)]
+
+
+def adapter_part(matrix: Fused, name: str, shape: tuple[int, ...]) -> Fused:
+    """The parameter of an adapter beside one of the pieces of `matrix`: its A [rank, in], B [out, rank] or norms [out].
+
+    Args:
+        name: Hugging Face's name of the layer, and the part.
+    """
+    by_rows = matrix.dim == 0
+    is_split = name.endswith(".lora_A.weight") != by_rows
+    return Fused((name,), (shape,), matrix.dim if is_split else None, matrix.blocks)
 
 
 def _padded(piece: Tensor, dim: int, width: int) -> Tensor:

@@ -11,17 +11,17 @@ from xray_runtime.kernel.store.manifest import Sha256
 
 @dataclass
 class LogApprovals:
-    """The approvals in the log."""
+    """The approvals in the log, and withdrawals of them, in order."""
 
     given: tuple[ApprovalGiven, ...] = ()
 
 
 class ApprovalGiven(SignedEntry):
-    """A person approved a candidate, with a key of their own."""
+    """A person approved a candidate, or withdrew that, with a key of their own."""
 
     names_files: ClassVar[bool] = False
     folds_into: ClassVar[FoldsInto] = "states"
-    action: Literal["approve"] = "approve"
+    action: Literal["approve", "approve-end"] = "approve"
     name: str
     """Registered model."""
     checkpoint: Sha256

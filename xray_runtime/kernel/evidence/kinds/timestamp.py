@@ -21,14 +21,28 @@ class Stamp(NamedTuple):
     """Decisions among them."""
 
 
+class NamedAuthority(NamedTuple):
+    """An authority that the log names."""
+
+    number: int
+    """The number of the entry that names it."""
+    entry: AuthorityChosen
+
+
 @dataclass
 class LogTimestamps:
     """The timestamps in the log."""
 
-    chosen: AuthorityChosen | None = None
+    named: tuple[NamedAuthority, ...] = ()
+    """Every authority there ever was, in order; the last one stamps."""
     unstamped: int = 0
     """Decisions before the first authority was named."""
     stamps: tuple[Stamp, ...] = ()
+
+    @property
+    def chosen(self) -> AuthorityChosen | None:
+        """The authority that stamps now."""
+        return self.named[-1].entry if self.named else None
 
 
 class AuthorityChosen(SignedEntry):
@@ -43,9 +57,9 @@ class AuthorityChosen(SignedEntry):
 
     def fold(self, view: LogView, line: Line) -> None:
         state = view.state(LogTimestamps)
-        if state.chosen is None:
+        if not state.named:
             state.unstamped = len(view.decisions)
-        state.chosen = self
+        state.named += (NamedAuthority(len(view.heads), self),)
 
 
 class Stamped(SignedEntry):

@@ -13,6 +13,8 @@ class LogWitness:
     """The witness that the log knows."""
 
     chosen: WitnessChosen | None = None
+    since: int = 0
+    """The number of the entry that named the first one; 0: none."""
 
 
 class WitnessChosen(SignedEntry):
@@ -27,7 +29,9 @@ class WitnessChosen(SignedEntry):
     by: str
 
     def fold(self, view: LogView, line: Line) -> None:
-        view.state(LogWitness).chosen = self
+        state = view.state(LogWitness)
+        state.chosen = self
+        state.since = state.since or len(view.heads)
 
 
 KINDS = (WitnessChosen,)

@@ -195,6 +195,11 @@ def shortened(failure: str) -> str:
     return " ".join(failure.split())[:FAILURE_CHARS]
 
 
+def no_turn(seat: str) -> str:
+    """Why the row of a seat that had no turn in its game has no reward."""
+    return f"seat {seat!r} had no turn"
+
+
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     """Episodes as the rows of a rollout; each row has the number of its game."""
     rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]

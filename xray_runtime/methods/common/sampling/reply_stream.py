@@ -5,9 +5,6 @@ A reply is sampled in parts of `part_tokens` tokens. Each part is a request of i
 far, a seed that derives from the reply's and the part's number, and the weights that the generator then holds. All
 replies under way share a batch; one that ends makes room for another after that part. So a change of weights waits for
 a part, not for a reply, and each token's version is known.
-
-A part depends on prompt, tokens so far, seed and version, not on its batch. So a reply whose versions are recorded can
-be sampled again (`sample_again`).
 """
 
 from __future__ import annotations
@@ -81,9 +78,8 @@ def part_tokens(sampling: Sampling) -> int:
 
 
 def in_parts(sampling: Sampling) -> Sampling:
-    """How a part is sampled. A cache has what was sampled before as it was computed then, token by token; a replay
-    could not repeat that, so nothing is taken from it."""
-    return replace(sampling, max_new_tokens=part_tokens(sampling), cached=False)
+    """How a part is sampled."""
+    return replace(sampling, max_new_tokens=part_tokens(sampling))
 
 
 def part_seed(seed: int, part: int) -> int:
@@ -267,36 +263,3 @@ class ReplyStream:
         for waiting in failed.values():
             if not waiting.answer.done() and waiting.answer.set_running_or_notify_cancel():
                 waiting.answer.set_exception(self.failure)
-
-
-@dataclass
-class RecordedReply:
-    """A reply of which a replay knows the versions; `sample_again` replaces tokens and log-probabilities."""
-
-    prompt: list[int]
-    seed: int
-    sampling: Sampling
-    """That of its parts, `in_parts`, or of the whole reply."""
-    ids: list[int]
-    logprobs: list[float]
-    versions: Runs
-
-
-def sample_again(replies: Iterable[RecordedReply], version: int, generate: Generate) -> None:
-    """Sample all parts of `version`, which the generator holds, again."""
-    batches: dict[Sampling, list[tuple[RecordedReply, int]]] = {}
-    for reply in replies:
-        versions = by_token(reply.versions)
-        size = reply.sampling.max_new_tokens
-        starts = [start for start in range(0, len(versions), size) if versions[start] == version]
-        batches.setdefault(reply.sampling, []).extend((reply, start) for start in starts)
-    for sampling, batch in batches.items():
-        if not batch:
-            continue
-        seeds = np.array([part_seed(reply.seed, start // sampling.max_new_tokens) for reply, start in batch])
-        prompts = Ragged.of([*reply.prompt, *reply.ids[:start]] for reply, start in batch)
-        answer = generate(PromptBatch(input_ids=prompts, seed=seeds), sampling, version)
-        for (reply, start), ids, logprobs in zip(batch, answer.response_ids, answer.rollout_logprobs, strict=True):
-            end = start + sampling.max_new_tokens
-            reply.ids = reply.ids[:start] + ids.tolist() + reply.ids[end:]
-            reply.logprobs = reply.logprobs[:start] + logprobs.tolist() + reply.logprobs[end:]

@@ -21,6 +21,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.methods.common.sampling.agent_rows import decoded_branches, split_branches
+from xray_runtime.methods.common.sampling.episode import no_turn
 from xray_runtime.rewards.reward_reader import answer_rows
 from xray_runtime.rewards.source import Score, failure
 
@@ -69,8 +70,11 @@ def episode_scores(rollout: Rollout) -> list[Score] | None:
     """The environment's score of each episode, or its failure; None if replies are not episodes."""
     if not rollout.are_episodes:
         return None
-    results = zip(rollout.episode_reward.tolist(), rollout.failure.tolist(), strict=True)
-    return [failure(why) if why else Score(reward) for reward, why in results]
+    seats = rollout.seat.tolist() if "seat" in rollout else [""] * len(rollout)
+    results = zip(rollout.episode_reward.tolist(), rollout.failure.tolist(), seats, strict=True)
+    return [
+        replace(failure(why), is_due=why != no_turn(seat)) if why else Score(reward) for reward, why, seat in results
+    ]
 
 
 def shown_episodes(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
@@ -206,7 +210,7 @@ class RolloutScorer:
             for answer in get_all(calls):
                 scores = scores.with_columns(**merged(answer).columns())
             if taught is not None:
-                scores = scores.with_columns(**taught.get().columns())
+                scores = scores.with_columns(**taught.get(scores.logprobs).columns())
             for answer in get_all(again):
                 scores = scores.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
             return scores

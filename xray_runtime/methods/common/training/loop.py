@@ -96,6 +96,7 @@ def training_loop(
         result = step.results[role]
         metrics = method.metrics(Trained(index, rows, totals, result, time.perf_counter() - start))
         metrics |= {f"{method.name}/grad_norm": result.grad_norm, f"{method.name}/lr": step.lr}
+        metrics["speed/computed_tokens"] = result.computed_tokens
         if number + 1 == steps or number % max(steps // method.evaluations, 1) == 0:
             metrics |= method.heldout()
         if best is not None and validation is not None and validation.is_due(number + 1, steps):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from xray_runtime.kernel.evidence.kinds.timestamp import LogTimestamps
+from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.history.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.trust.log import origin
@@ -20,6 +22,16 @@ CODES = {
         "The log names an authority, and it did not stamp the newest decisions.",
         "See that the authority answers: the next decision is stamped with those before it.",
     ),
+    "authority-named": Meaning(
+        "The log names this timestamp authority. Its stamps count from there on.",
+        "Where you must believe times, compare its certificate with the one that the authority publishes.",
+        is_note=True,
+    ),
+    "authority-replaced": Meaning(
+        "The log names another timestamp authority than before, which the holder of its key can do.",
+        "Ask its owner why, and compare the certificate: decisions since then are dated by this authority alone.",
+        is_note=True,
+    ),
 }
 CLOCKS_S = timedelta(seconds=300)
 """How far the clocks of the authority and of this machine may differ."""
@@ -29,8 +41,8 @@ def _check(audited: Audited) -> Iterator[Finding]:
     log, state = audited.log, audited.log.state(LogTimestamps)
     if state.chosen is None or not audited.is_log_sound:
         return
-    tree = MerkleTree()
-    tree.follow(log.heads)
+    yield from _named(state, log.state(LogWitness).since)
+    tree = MerkleTree(map(bytes.fromhex, log.heads))
     checked, before = state.unstamped, datetime.min.replace(tzinfo=UTC) + CLOCKS_S
     for stamp in state.stamps:
         subject = f"{LOG}, entry {stamp.size + 1}"
@@ -49,6 +61,19 @@ def _check(audited: Audited) -> Iterator[Finding]:
     if checked < len(log.decisions):
         missing = len(log.decisions) - checked
         yield Finding(LOG, "timestamp-missing", f"{missing} decisions (authority {state.chosen.address})")
+
+
+def _named(state: LogTimestamps, witness_since: int) -> Iterator[Finding]:
+    """Every authority that the log ever named, and when."""
+    before = None
+    for number, entry in state.named:
+        digest = hashlib.sha256(entry.certificate.encode()).hexdigest()
+        code = "authority-named" if before in (None, digest) else "authority-replaced"
+        detail = f"{entry.address}, by {entry.by}, {entry.at}; sha256 of its root certificate {digest[:16]}"
+        if code == "authority-replaced" and not 0 < witness_since < number:
+            detail += "; no witness saw it"
+        yield Finding(f"{LOG}, entry {number}", code, detail)
+        before = digest
 
 
 def _is_between(first: datetime, at: str, last: datetime) -> bool:
