@@ -69,12 +69,10 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "LoRA: Megatron TP 2": {"lora": LORA, "library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
 }
 """Name → fields of the engine, and of `lora`."""
-DORA = LORA | {"dora": True}
-NORMED: dict[str, dict[str, Any]] = {
-    "DoRA: 1 process": {"lora": DORA},
-    "DoRA: ZeRO-3 × 2": {"lora": DORA, "zero_stage": 3, "num_workhorses": 2},
-    "DoRA: TP 2": {"lora": DORA, "tensor_parallel": 2, "num_workhorses": 2},
-    "DoRA: Megatron TP 2": {"lora": DORA, "library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+NORMED = {
+    name.replace("LoRA", "DoRA"): layout | {"lora": LORA | {"dora": True}}
+    for name, layout in ADAPTED.items()
+    if name.endswith(("1 process", "ZeRO-3 × 2", ": TP 2", "Megatron TP 2"))
 }
 MIXTURE = BASE.model_copy(update={"intermediate_size": 256, "num_experts": 4})
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -347,16 +345,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = table(options.updates, options.only)
     if options.out:
-        options.out.write_text(
-            TEXT.format(
-                updates=options.updates,
-                batches=NUM_BATCHES,
-                rows=NUM_ROWS,
-                tokens=MICRO_BATCH_TOKENS,
-                cores=len(os.sched_getaffinity(0)),
-                table=rows,
-            )
-        )
+        sizes = {"batches": NUM_BATCHES, "rows": NUM_ROWS, "tokens": MICRO_BATCH_TOKENS}
+        cores = len(os.sched_getaffinity(0))
+        options.out.write_text(TEXT.format(updates=options.updates, cores=cores, table=rows, **sizes))
 
 
 if __name__ == "__main__":
