@@ -21,7 +21,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import Posture
 from prefect.types import SecretDict
 
-from xray.deployments.presets import NO_HEARTBEAT, QUEUE, SUSPENDED
+from xray.deployments.names import NO_HEARTBEAT, QUEUE, SUSPENDED
 
 PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)

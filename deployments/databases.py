@@ -6,7 +6,6 @@ address gets it; only host, port and name are saved and shown.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -95,6 +94,8 @@ def _why_not(name: str, url: URL) -> str | None:
     if name == "mlflow" and importlib.util.find_spec("psycopg2") is None:
         return "the package psycopg2-binary is not installed (it comes with xray-rlhf[cluster])"
     try:
+        import asyncio
+
         return asyncio.run(_query_database(url, name == "prefect"))
     except Exception as error:
         # Errors of the network, the server or the driver; none of them contains the password.

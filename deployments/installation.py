@@ -23,7 +23,8 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments
+from xray.deployments.names import POOL, QUEUE
+from xray.deployments.presets import VARIABLES, deployments
 from xray.flows.search import SearchConfig
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.methods.lifecycle import LifecycleConfig

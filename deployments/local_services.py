@@ -25,6 +25,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
+from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
 from xray_runtime.kernel.network import check_addresses
@@ -37,8 +38,6 @@ WATCH_SECONDS = 0.5
 RESTARTS, RESTART_SECONDS = 3, 60.0
 """Maximum restarts of the Prefect server within this many seconds; after more, the run fails."""
 FLUSH_SECONDS = 5
-LOST = 75
-"""Exit code of a run whose Ray died (EX_TEMPFAIL)."""
 PREFECT_SERVER = [
     sys.executable,
     *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),

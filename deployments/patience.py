@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+LOST = 75
+"""Exit code of a run whose Ray died (EX_TEMPFAIL)."""
 IDLE_SECONDS = 240.0
 """A start has failed after this long with hardly any CPU time used and nothing logged."""
 WORKING = 0.01

@@ -18,17 +18,11 @@ from typing import Any
 import yaml
 
 from xray import configs
+from xray.deployments.names import POOL, QUEUE
 from xray_runtime.kernel.config.extras import missing_packages
 from xray_runtime.kernel.config.loading import read_mapping
 
 CONFIGS = Path(configs.__file__).parent
-POOL = "xray"
-QUEUE = "ray"
-"""The work queue of long computations, one at a time. Short flows run in the pool's default queue."""
-SUSPENDED = "Suspended by X-ray:"
-"""Start of the message of a run that X-ray resumes by itself, unlike one that waits for a person."""
-NO_HEARTBEAT = "No heartbeat: its process is gone."
-"""Message of the state of a run that Prefect detected as lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",

@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray.deployments.databases import VARIABLES, check_databases
 from xray.deployments.service import LOOPBACK, ProcessRecord
-from xray.tasks.preflight import is_loopback
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import new_private_key
 from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.network import is_loopback
 from xray_runtime.kernel.processes import QUIET
 from xray_runtime.trust.signing import KEY_VARIABLE
 
@@ -40,7 +40,7 @@ PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 class State(BaseModel):
     """The state that commands share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(defer_build=True, extra="forbid")
 
     tag: str
     """Prefix of the process tags (`xray_runtime.kernel.processes.TAG`) of every process of this server home."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from xray.deployments.databases import address
 from xray.deployments.local_services import PREFECT_SERVER
-from xray.deployments.presets import POOL
+from xray.deployments.names import POOL
 from xray.deployments.server_home import ServerHome, State, check_free, clients_address
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray_runtime.kernel.cores import usable_cores

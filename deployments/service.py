@@ -36,7 +36,7 @@ SAME_SECONDS = 1.0
 class ProcessRecord(BaseModel):
     """A process we started. The process id alone is not enough: the system may reuse it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
 
     pid: int
     created: float

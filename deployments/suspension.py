@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from xray.deployments.presets import NO_HEARTBEAT, POOL, SUSPENDED
+from xray.deployments.names import NO_HEARTBEAT, POOL, SUSPENDED
 from xray.deployments.server_home import State
 from xray.deployments.servers import ask, worker_name
 from xray_runtime.kernel.processes import kill, tagged

@@ -28,7 +28,7 @@ DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided"
 class Cycle(BaseModel):
     """One cycle: what it works with, and how it ended."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(defer_build=True, extra="forbid")
 
     number: int
     first: int

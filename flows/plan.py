@@ -13,7 +13,8 @@ from rich.console import Console
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.ops.planner.auto import UNCHANGED
-from xray_runtime.ops.planner.description import as_dict, machine_of, show, slow_precision
+from xray_runtime.ops.planner.description import as_dict, machine_of, show
+from xray_runtime.ops.planner.precision import slow_precision
 from xray_runtime.ops.planner.search import MAX_DEVICES
 from xray_runtime.ops.planner.suggestions import planner_of, suggest
 

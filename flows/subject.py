@@ -28,7 +28,7 @@ from xray_runtime.methods.loading import load_config, validate
 class Subject(BaseModel):
     """A lifecycle's `config`, or a `flow`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     config: LifecycleConfig | None = None
     flow: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.credentials import strip_credentials
 from xray_runtime.kernel.graph.graph import Graph, StageCall
 from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.network import is_loopback
 from xray_runtime.kernel.store.hub import check_on_hub
 from xray_runtime.kernel.store.shared import SharedStore, StorageError, open_shared
 from xray_runtime.kernel.tracking.mirrors import require_mirror
@@ -127,11 +127,3 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
                 f"{name}: {strip_credentials(address) or 'unset'!r} is not allowed on a cluster of {len(machines)} "
                 f"machines: must be the address of a {what} that all of them can reach, as http://HOST:PORT"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; the only such name is localhost."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

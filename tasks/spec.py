@@ -16,7 +16,7 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 class StageSpec(BaseModel):
     """One stage of a graph, without its parents, which may not exist yet."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class StageSpec(BaseModel):
 class RunContext(BaseModel):
     """The part of a run that its tasks need."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     output: str
     """Absolute directory of checkpoints, records, logs."""
@@ -62,7 +62,7 @@ class RunContext(BaseModel):
 class StageResult(BaseModel):
     """The result of a stage for the flow; small, since Prefect stores it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     name: str
     kind: str

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelling, Completed, Crashed, Paused, Pending, Running, Scheduled, State, Suspended
 
-from xray.deployments.presets import NO_HEARTBEAT, POOL
+from xray.deployments.names import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
 from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resolve_lost_runs, resume, run_processes, suspend
 from xray_runtime.kernel.processes import TAG

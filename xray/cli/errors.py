@@ -9,8 +9,6 @@ import traceback
 from collections.abc import Iterator
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from xray.cli.exit_codes import BAD_INPUT, FAILED
 from xray_runtime.kernel.errors import root_cause
@@ -51,5 +49,9 @@ def root_cause_only(hint: str = "") -> Iterator[None]:
 
 def print_error(kind: str, text: str) -> None:
     """Print `KIND: TEXT` on stderr, in one line."""
+    # Imported late: most commands end well.
+    from rich.console import Console
+    from rich.markup import escape
+
     line = " ".join(text.split())
     Console(stderr=True).print(f"[red]{kind}:[/red] {escape(line)}", soft_wrap=True, highlight=False)

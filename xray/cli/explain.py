@@ -22,8 +22,6 @@ from xray_runtime.kernel.store.identity import Identity
 from xray_runtime.kernel.store.manifest import MANIFEST, Manifest
 from xray_runtime.kernel.store.shared import open_shared
 from xray_runtime.kernel.terminal import print_table
-from xray_runtime.ops.planner.auto import choose_layouts
-from xray_runtime.trust.adopt import sha256_of
 from xray_runtime.trust.attestation import open_store
 from xray_runtime.trust.diff import changed
 
@@ -57,6 +55,8 @@ def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
     known: dict[str, str] = {}
     calls = list(graph.calls.values())
     if graph.runtime.parallel == "auto":
+        from xray_runtime.ops.planner.auto import choose_layouts
+
         machine = this_machine(graph.runtime.device, graph.runtime.threads)
         calls = [choose_layouts(call, machine, [local_node(machine)])[0] for call in calls]
     return [(call.name, *_explain_stage(call, graph, output, known)) for call in calls]
@@ -67,7 +67,7 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
     unknown = [h.name for h in call.parents.values() if h.call is not None and h.name not in known]
     if unknown:
         return "compute", f"parent {unknown[0]} is computed again"
-    parents = {role: known[h.name] if h.call else sha256_of(h.name, output) for role, h in call.parents.items()}
+    parents = {role: known[h.name] if h.call else _existing(h.name, output) for role, h in call.parents.items()}
     runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
     memory = DigestMemory(output / DIGESTS)
     try:
@@ -84,6 +84,13 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
     changes = differences(before.identity, identity)
     more = [f"and {len(changes) - MAX_SHOWN} more"] if len(changes) > MAX_SHOWN else []
     return "compute", "; ".join([*changes[:MAX_SHOWN], *more]) or "its checkpoint is missing or damaged"
+
+
+def _existing(ref: str, output: Path) -> str:
+    """The sha256 of a checkpoint that the graph did not make."""
+    from xray_runtime.trust.adopt import sha256_of
+
+    return sha256_of(ref, output)
 
 
 def _newest(store: Path, stage: str) -> Manifest | None:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +20,7 @@ from xray.cli.exit_codes import BAD_INPUT
 from xray_runtime.kernel.plugs import Registry
 
 if TYPE_CHECKING:
-    from typer._click import Command, Context
+    from typer._click import Command, Context, HelpFormatter
 
 Plug: TypeAlias = typer.Typer | Callable[..., None]
 ATTRIBUTE = "command"
@@ -46,19 +47,33 @@ class Commands(TyperGroup):
         panels = {name: described(name).rich_help_panel or "" for name in self.commands}
         return sorted(self.commands, key=lambda name: (places.get(panels[name], len(places)), panels[name], name))
 
+    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """The commands by panel. As plain text: Typer's own way imports Rich, which takes longer than all else."""
+        self.format_usage(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text(self.help or "")
+        commands = [described(name) for name in self.list_commands(ctx)]
+        for panel, listed in groupby(commands, lambda command: command.rich_help_panel or ""):
+            with formatter.section(panel):
+                formatter.write_dl([(c.name or "", (c.help or "").split("\n\n")[0]) for c in listed])
+        formatter.write_paragraph()
+        formatter.write_text("xray COMMAND --help explains a command.")
+
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         """The name and the help of a command."""
         return described(cmd_name) if cmd_name in self.commands else None
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         """The command that is called, imported."""
+        from xray.deployments.quiet import quiet_environment
+        from xray_runtime.kernel.processes import tighten_umask
+
+        tighten_umask()
+        quiet_environment()
         name, command, rest = super().resolve_command(ctx, args)
         return name, load(name) if name is not None else command, rest
 
     def invoke(self, ctx: Context) -> object:
-        from xray.deployments.quiet import quiet_environment
-
-        quiet_environment()
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):

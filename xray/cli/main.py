@@ -8,7 +8,12 @@ import typer
 
 from xray.cli.group import Commands
 
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+WIDTH = 120
+"""Columns of `xray --help` in a wide terminal."""
+
+app = typer.Typer(
+    cls=Commands, add_completion=False, pretty_exceptions_enable=False, context_settings={"max_content_width": WIDTH}
+)
 
 FIRST = """X-ray: the whole life of an RLHF model as one auditable workflow.
 
@@ -25,9 +30,6 @@ xray --help lists all commands; xray COMMAND --help explains one. Start: docs/fi
 @app.callback(invoke_without_command=True)
 def _root(ctx: typer.Context) -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
-    from xray_runtime.kernel.processes import tighten_umask
-
-    tighten_umask()
     if ctx.invoked_subcommand is None:
         typer.echo(FIRST)
 

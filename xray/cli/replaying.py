@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from filelock import FileLock
 from rich.console import Console
 from rich.text import Text
 
@@ -30,16 +32,23 @@ Modules = Annotated[
 ]
 
 
+PREFIX, LOCK = "replay-", ".lock"
+
+
 @contextlib.contextmanager
 def scratch_directory(output: Path | None) -> Iterator[Path]:
-    """An empty directory; whatever the block starts ends with it.
+    """A directory of this process; whatever the block starts ends with it. A killed process leaves it to the next call.
 
     Args:
         output: the output directory whose disk it is on; None: the system's directory for such files.
     """
+    folder = output or Path(tempfile.gettempdir())
+    for left in folder.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), FileLock(left, timeout=0):  # filelock's Timeout is one
+            shutil.rmtree(left.parent)
     tag = start_reaper()
     try:
-        with tempfile.TemporaryDirectory(prefix="replay-", dir=output) as scratch:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as scratch, FileLock(Path(scratch, LOCK)):
             yield Path(scratch)
     finally:
         kill_tagged(tag)

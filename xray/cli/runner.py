@@ -19,8 +19,8 @@ from rich.markup import escape
 
 from xray.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from xray.cli.job import SIGNALS, Job
-from xray.deployments.local_services import LOST, Health, services
-from xray.deployments.patience import NotUpError
+from xray.deployments.local_services import Health, services
+from xray.deployments.patience import LOST, NotUpError
 from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
 from xray_runtime.kernel.config.validation import ConfigError

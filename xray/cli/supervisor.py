@@ -21,7 +21,7 @@ from rich.console import Console
 
 from xray.cli.exit_codes import FAILED, INTERRUPTED
 from xray.cli.job import SIGNALS, Job
-from xray.deployments.local_services import LOST
+from xray.deployments.patience import LOST
 from xray.flows.subject import Subject
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import resume_point

@@ -32,7 +32,7 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.graph.artifacts import ADAPTER
-from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
 
 if TYPE_CHECKING:  # of specs too, or the trainer's code would be in the keys of stages that only sample
     from xray_runtime.cluster.generator_spec import GeneratorSpec

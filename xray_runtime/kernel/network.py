@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -33,6 +34,14 @@ def exempt_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
     hosts = given if "*" in given else [*given, *(host for host in LOOPBACK if host not in given)]
     # Libraries read one of the two.
     environment["no_proxy"] = environment["NO_PROXY"] = ",".join(hosts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; the only such name is localhost."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_addresses(environment: Mapping[str, str] = os.environ) -> None:

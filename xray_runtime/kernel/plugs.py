@@ -8,17 +8,25 @@ when it is asked for.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import os
 import pkgutil
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar, cast
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
 USES: tuple[str, ...] = ()
 """The key of a stage digests the modules of the plugs that its config chooses, through `Registry.module`."""
+
+
+GROUPS = b"[xray."
+"""How the headers of X-ray's groups of entry points begin."""
 
 
 REGISTRIES: dict[str, Registry[Any]] = {}
@@ -71,13 +79,49 @@ class Registry(Generic[T]):
             for module in pkgutil.iter_modules(folders)
             if not module.name.startswith("_")
         }
-        for point in importlib.metadata.entry_points(group=self.group):
+        for point in _entry_points(self.group):
             module_and_object = (point.module, point.attr or self.attribute)
             if modules.setdefault(point.name, module_and_object) != module_and_object:
                 raise ValueError(
                     f"{self.sort} {point.name!r} is defined twice: {modules[point.name][0]}, {point.module}"
                 )
         return dict(sorted(modules.items()))
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    """The entry points of other packages in a group."""
+    if not any(map(_has_plugs, sys.path)):
+        return ()
+    # Imported late: most installations have no plugs of others, and it takes as long as a command may.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)
+
+
+def _has_plugs(place: str) -> bool:
+    """Whether a place of the import path may hold a package that declares entry points of X-ray's groups."""
+    try:
+        state = os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return False
+    return _declares_plugs(place or ".", state)
+
+
+@lru_cache
+def _declares_plugs(place: str, _state: int) -> bool:
+    try:
+        names = os.listdir(place)
+    except OSError:  # an archive
+        return True
+    for name in names:
+        if name.endswith((".dist-info", ".egg-info")):
+            try:
+                with open(f"{place}/{name}/entry_points.txt", "rb") as file:
+                    if GROUPS in file.read():
+                        return True
+            except OSError:
+                continue
+    return False
 
 
 def can(capabilities: object, capability: str, value: object = True) -> bool:

@@ -23,7 +23,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.location import NO_CODE, locate
-from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
 from xray_runtime.models.attention import attention_of, auto_class
 from xray_runtime.models.context import max_positions as max_positions

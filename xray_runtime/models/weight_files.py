@@ -23,7 +23,8 @@ from torch import Tensor
 
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.shards import WEIGHTS_INDEX, read_index
+from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
+from xray_runtime.kernel.store.shards import read_index
 from xray_runtime.models.family import family_of
 from xray_runtime.models.tensor_file import NAMES, WEIGHTS_FILE, TensorFile, check_file, create
 

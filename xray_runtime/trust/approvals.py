@@ -35,7 +35,7 @@ from xray_runtime.trust.log import append
 class Approval(BaseModel):
     """A person agrees that this checkpoint becomes champion of the registered model `name`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     name: str
     checkpoint: Sha256

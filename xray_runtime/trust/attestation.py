@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem, Verifier, sign
 from xray_runtime.kernel.evidence.statement import (
@@ -213,6 +212,8 @@ def _ancestry(
 
 def _data_files(dataset: Path) -> dict[str, Any]:
     """Rows and sha256 of a dataset's files."""
+    from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
+
     files = {
         entry.path: {"sha256": entry.sha256, "rows": len(pairs_of(dataset / entry.path))}
         for entry in read_manifest(dataset)[0].files

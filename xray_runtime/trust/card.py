@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from xray_runtime.kernel.evidence.statement import Statement
 from xray_runtime.kernel.graph.artifacts import Model, is_a
 from xray_runtime.kernel.graph.kinds import find_kind
@@ -48,6 +46,8 @@ def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation
         results = [{"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}]
         front["model-index"] = [{"name": manifest.stage, "results": results}]
     kind = find_kind(manifest.kind)
+    import yaml
+
     return template("model_card.md").render(
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
         manifest=manifest,

@@ -65,7 +65,7 @@ KEEP_EVERY = 500
 class Rotation(BaseModel):
     """One key replaced another."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     retired: Sha256
     successor: Sha256

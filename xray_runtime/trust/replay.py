@@ -125,7 +125,7 @@ class ReplayRecorder(Recomputation):
 
     def published(self) -> None:
         """Compare the files of the body, which has ended, with the checkpoint's."""
-        from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+        from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
         for entry in self.stage.node.manifest.files:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from prefect.flows import load_flow_from_entrypoint
 
-from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
+from xray.deployments.names import QUEUE
+from xray.deployments.presets import VARIABLES, as_yaml, deployments
 from xray_runtime.methods.loading import load_config, validate
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.shards import WEIGHTS_INDEX, written_sha256
+from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
+from xray_runtime.kernel.store.shards import written_sha256
 from xray_runtime.models.weight_files import (
     check_finite,
     checked_digests,

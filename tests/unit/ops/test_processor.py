@@ -8,7 +8,7 @@ import pytest
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.methods.loading import load_config
-from xray_runtime.ops.planner.description import has_bfloat16, slow_precision
+from xray_runtime.ops.planner.precision import has_bfloat16, slow_precision
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -300,7 +300,7 @@ def test_an_export_is_no_bundle_of_an_iteration(published: Published, tmp_path: 
 def test_an_audit_refuses_a_bundle_of_an_iteration(bundle: Path) -> None:
     said = xray("audit", bundle)
     assert said.exit_code == 2
-    assert "it has one iteration, and `xray replay" in said.output
+    assert "it has one iteration; `xray replay" in said.output
 
 
 def test_a_page_shows_the_path_of_a_reply(bundle: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from xray.deployments.server_home import LOOPBACK, check_free
-from xray.tasks.preflight import is_loopback
 from xray_runtime.kernel.config.loading import parse_overrides
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.network import is_loopback
 from xray_runtime.kernel.terminal import say
 
 PANEL = "Servers"

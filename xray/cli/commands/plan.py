@@ -14,7 +14,8 @@ from xray.flows.subject import read_subject
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.ops.planner.auto import Changes, GraphPlan
-from xray_runtime.ops.planner.description import as_dict, machine_of, show, slow_precision
+from xray_runtime.ops.planner.description import as_dict, machine_of, show
+from xray_runtime.ops.planner.precision import slow_precision
 from xray_runtime.ops.planner.search import MAX_DEVICES, search
 from xray_runtime.ops.planner.suggestions import Planner, planner_of, suggest
 

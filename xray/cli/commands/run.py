@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from xray.cli.explain import explain
 from xray.cli.options import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.subject import Subject, output_directory, read_subject
@@ -25,7 +24,7 @@ from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.terminal import print_table
 from xray_runtime.methods.loading import resolved_yaml
-from xray_runtime.ops.planner.description import slow_precision
+from xray_runtime.ops.planner.precision import slow_precision
 
 PANEL = "Run"
 
@@ -66,6 +65,8 @@ def command(
         raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
     runtime = graph.runtime if graph is not None else _flow_runtime(subject)
     if why:
+        from xray.cli.explain import explain
+
         explain(subject, directory, console, replace_output=output is not None)
         return
     check_ray_address()

@@ -25,9 +25,10 @@ from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.output_directory import saved_config
-from xray.tasks.preflight import check_ray_address, is_loopback
+from xray.tasks.preflight import check_ray_address
 from xray_runtime.kernel.config.extras import require_extra
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.network import is_loopback
 from xray_runtime.kernel.processes import kill_tagged, start_reaper
 from xray_runtime.kernel.terminal import say
 from xray_runtime.live.serving import NotServedError

@@ -13,9 +13,9 @@ import typer
 
 from xray.cli.options import By, PublicKey, Root, Tracking
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
-from xray.tasks.preflight import is_loopback
 from xray_runtime.kernel.config.extras import require_extra
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.network import is_loopback
 from xray_runtime.kernel.terminal import say
 
 PANEL = "People"

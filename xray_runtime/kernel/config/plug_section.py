@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Self, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -44,7 +44,7 @@ class PlugSection(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
         """As validation: the tag may be left out, so that a config may be one of several plugs."""
-        schema_of_union = handler(schema)
+        schema_of_union = super().__get_pydantic_json_schema__(schema, handler)
         return {"anyOf": schema_of_union["oneOf"]} if "oneOf" in schema_of_union else schema_of_union
 
     @classmethod

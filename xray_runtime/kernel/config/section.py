@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -23,7 +30,6 @@ class Section(BaseModel):
         strict=True,
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         defer_build=True,
     )
@@ -32,6 +38,16 @@ class Section(BaseModel):
     """Whether what it configures gives rewards itself, as an environment does."""
     not_in_key: ClassVar[frozenset[str]] = frozenset()
     """Fields that cannot change a result, such as an address; the keys of stages leave them out."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
+        """With the meanings of the fields, which pydantic would read from the source of each class that is imported."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).get("properties", {})
+        for field, content in properties.items():
+            if text := field_meaning(cls, field):
+                content["description"] = text
+        return described
 
     def plugs(self) -> tuple[str, ...]:
         """Modules of the plugs that this section chooses: keys of stages digest their code."""
@@ -75,6 +91,26 @@ class Section(BaseModel):
     def check_services(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if a service that this section names does not answer; the message begins with a field.
         Asked before a run computes anything."""
+
+
+def field_meaning(section: type[BaseModel], field: str) -> str:
+    """The text below a field in the source of the class that declares it last."""
+    declaring = next((each for each in section.__mro__ if field in vars(each).get("__annotations__", {})), None)
+    return _field_texts(declaring).get(field, "") if declaring is not None else ""
+
+
+@cache
+def _field_texts(section: type) -> dict[str, str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    except (OSError, TypeError, SyntaxError):  # a class without a source
+        return {}
+    texts = dict[str, str]()
+    for declared, below in pairwise(body.body if isinstance(body, ast.ClassDef) else []):
+        match declared, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:

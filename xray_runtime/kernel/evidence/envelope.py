@@ -40,7 +40,9 @@ class EvidenceModel(BaseModel):
     """Part of a statement."""
 
     # Otherwise pydantic writes null for NaN, and no later check sees it.
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants"
+    )
 
 
 class Digests(EvidenceModel):

@@ -34,7 +34,7 @@ T = TypeVar("T")
 class SignedEntry(BaseModel):
     """An entry; a kind of entry names itself with the literals of its field `action`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     names_files: ClassVar[bool] = True
     """Whether the subjects of its line are files below the output directory."""

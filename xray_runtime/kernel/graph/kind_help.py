@@ -17,6 +17,8 @@ from typing import Any, Protocol, get_args
 
 from pydantic import BaseModel
 
+from xray_runtime.kernel.config.section import field_meaning
+
 USES: tuple[str, ...] = ()
 WIDTH = 100
 BOUNDS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
@@ -197,7 +199,7 @@ def field_help(section: type[BaseModel], link: Callable[[str], str] = str) -> It
 def meaning(section: type[BaseModel], field: str) -> str:
     """A field's description, inherited from a base section if the section only overrides the default."""
     classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
-    description = next((text for c in classes if (text := c.model_fields[field].description)), "")
+    description = next((text for c in classes if (text := field_meaning(c, field))), "")
     return " ".join(description.split())
 
 

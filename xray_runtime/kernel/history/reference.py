@@ -14,8 +14,7 @@ from xray_runtime.kernel.evidence.view import Decision
 from xray_runtime.kernel.graph.artifacts import TYPES, Model
 from xray_runtime.kernel.history.graph import CheckpointGraph, Node, checkpoint_paths, read_graph
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_manifest
-from xray_runtime.kernel.store.manifest import MANIFEST
-from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
+from xray_runtime.kernel.store.manifest import MANIFEST, WEIGHTS_INDEX
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.kernel.tracking.registry import own_store, registered_checkpoint
 

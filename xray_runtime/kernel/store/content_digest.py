@@ -33,7 +33,7 @@ BESIDE_GGUF = re.compile(
 class Outside(BaseModel):
     """Something that a config names, and its digest."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Kind
     name: str

@@ -31,7 +31,7 @@ OTHER_ENVIRONMENT = (
 class IdentityFields(BaseModel):
     """Everything that can change the result of a stage."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     stage: str
     kind: str

@@ -16,6 +16,8 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MANIFEST = "manifest.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Hugging Face's index of a checkpoint's files of weights; see `models.weight_files`."""
 LEDGER = "ledger"
 """Folder of a checkpoint or snapshot with its ledger."""
 
@@ -28,7 +30,7 @@ STATEMENT = "statement.json"
 class FileEntry(BaseModel):
     """One file of a checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     path: str
     """Relative, with forward slashes."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 class CheckpointRef(BaseModel):
     """The place and the digest of a checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     uri: str
     """Absolute directory."""

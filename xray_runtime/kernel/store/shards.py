@@ -14,19 +14,20 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.store.digest_memory import FileState
 from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 INDEX_SUFFIX = ".shard.json"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-"""Hugging Face's index of a checkpoint's files of weights; see `models.weight_files`."""
 M = TypeVar("M", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]
 
@@ -34,7 +35,7 @@ Count = Annotated[int, Field(ge=0)]
 class Piece(BaseModel):
     """Elements `start` to `stop` of the flattened slice `low` to `high` along `dim` of a tensor."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     shape: tuple[int, ...]
     """Shape of the whole tensor; a scalar has (1,)."""
@@ -68,6 +69,8 @@ class Piece(BaseModel):
 
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(first elements in the flattened whole tensor, lengths) of its contiguous runs, ascending."""
+        import numpy as np
+
         inner = math.prod(self.shape[self.dim + 1 :])
         width, stride = (self.high - self.low) * inner, self.shape[self.dim] * inner
         if width == stride:
@@ -86,6 +89,8 @@ def overlaps(wanted: Piece, held: Piece) -> Iterator[tuple[int, int, int]]:
         return
     if not wanted.size or not held.size:
         return
+    import numpy as np
+
     (starts, sizes), (other_starts, other_sizes) = wanted.runs(), held.runs()
     # Elements of each piece before each of its runs.
     before, other_before = np.cumsum(sizes) - sizes, np.cumsum(other_sizes) - other_sizes
@@ -102,7 +107,7 @@ def overlaps(wanted: Piece, held: Piece) -> Iterator[tuple[int, int, int]]:
 class Shard(BaseModel):
     """The index of one shard."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     file: Annotated[str, Field(pattern=r"^[^/]+$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -58,7 +58,7 @@ class DamagedError(RuntimeError):
 class Index(BaseModel):
     """The files of a directory in the store."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     copy_name: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
     files: list[FileEntry]

@@ -1,4 +1,4 @@
-"""The syntax of Python files, remembered between processes: to parse those that a lifecycle's keys digest takes seconds.
+"""The syntax of Python files, remembered between processes: parsing those of a lifecycle's keys takes seconds.
 
 One file in the user's cache directory for each Python and each way to digest. A file's syntax is known while its path,
 size, inode and both its times are the same, as for the digests of data (`digest_memory`). Where the memory cannot be

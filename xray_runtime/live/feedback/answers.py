@@ -24,7 +24,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 class FeedbackBody(BaseModel):
     """The body of a POST to /v1/feedback; it has at least one of SIGNALS."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     answer: Annotated[str, Field(pattern=rf"^(chatcmpl-|cmpl-)?[0-9a-f]{{{ID_DIGITS}}}$")]
     """The answer's header `x-xray-answer`, or the `id` in its body."""

@@ -25,7 +25,7 @@ KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
 class Question(_Row):

@@ -34,7 +34,7 @@ Row = TypeVar("Row", bound=BaseModel)
 class Setup(BaseModel):
     """Two comparisons with the same setup are the same."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     a: Sha256
     b: Sha256

@@ -39,7 +39,7 @@ NUM_SHOWN = 20
 class GoldQuestion(BaseModel):
     """A line of the file `gold`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1)
     reply: str | None = None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from xray_runtime.cluster.pool.machine import GIB, Machine, this_machine
-from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.terminal import print_table
 from xray_runtime.models.shapes import ModelShape
 from xray_runtime.ops.planner.auto import GraphPlan
@@ -19,9 +17,6 @@ from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.suggestions import Suggestion
 
-if TYPE_CHECKING:
-    from xray_runtime.kernel.graph.graph import Graph
-
 COLUMNS = {
     "states": ("weights", "gradients", "optimizer"),
     "passes": ("activations", "logits"),
@@ -29,9 +24,6 @@ COLUMNS = {
     "other": ("buffers", "graphs", "process"),
 }
 """Column of the table → fields of `Memory`; the JSON has every field."""
-CPUINFO = Path("/proc/cpuinfo")
-INSTRUCTIONS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
-"""Linux's names: the first two on x86, the last on ARM."""
 
 
 def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
@@ -195,32 +187,6 @@ def machine_of(device: str, num_devices: float | None, memory_gib: float | None,
     count = local.num_devices if num_devices is None else int(num_devices)
     each = local.memory_bytes if local.device == "cuda" else local.memory_bytes * local.num_devices // count
     return replace(local, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))
-
-
-def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether the processor has instructions for bfloat16, which is emulated many times slower; None if unknown."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    flags = [line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))]
-    return bool(INSTRUCTIONS & set(flags[0])) if flags else None
-
-
-def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | None:
-    """A warning if `graph` uses bfloat16 on a processor without instructions for it."""
-    precisions = {
-        f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
-        for call in graph.calls.values()
-        for role in models_of(call).values()
-    }
-    fields = [name for name, precision in precisions.items() if precision == "bfloat16"]
-    if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
-        return None
-    return (
-        f"this processor has no bfloat16 instructions (avx512_bf16, amx_bf16): {', '.join(fields)} = bfloat16 will be "
-        "several times slower than float32"
-    )
 
 
 def _short(size: int) -> str:

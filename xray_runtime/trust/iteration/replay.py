@@ -170,13 +170,9 @@ class _Recorder(Recomputation):
 
     def parts(self) -> list[Part]:
         """All that was compared, in the order of the computation."""
-        others = [name for name in self.taken if name != ENVIRONMENT]
-        notes = {"rewards": others, "replies": self.taken if ENVIRONMENT in self.taken else []}
-        ledger = [
-            replace(part, note=f"{part.note}; recorded: {', '.join(read)}".removeprefix("; ")) if read else part
-            for part in self._ledger
-            for read in [notes.get(part.name)]
-        ]
+        # An environment's answers are part of the replies.
+        read = {"rewards": self.taken, "replies": [name for name in self.taken if name == ENVIRONMENT]}
+        ledger = [_recorded(part, read.get(part.name, [])) for part in self._ledger]
         before = self._sent(self._number, "weights before")
         after = self._sent(self._number + 1, "weights that were sent next")
         found = [before, *ledger, *self._update, after, self._files]
@@ -230,6 +226,12 @@ class _Recorder(Recomputation):
 
 def _part(name: str, difference: str | None, note: str = "") -> Part:
     return Part(name, "equal", note) if difference is None else Part(name, "DIFFERENT", difference)
+
+
+def _recorded(part: Part, sources: list[str]) -> Part:
+    """The part with the sources whose answers were read from the checkpoint."""
+    notes = [part.note] if part.note else []
+    return replace(part, note="; ".join([*notes, *(f"recorded: {name}" for name in sources)]))
 
 
 def _group(column: str) -> str:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from xray.deployments.presets import POOL, VARIABLES
+from xray.deployments.names import POOL
+from xray.deployments.presets import VARIABLES
 
 DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
 DOCUMENTS = [

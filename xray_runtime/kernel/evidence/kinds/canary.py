@@ -46,7 +46,7 @@ class CanaryBegan(SignedEntry):
 class ArmResult(BaseModel):
     """The measurements of one of the two models."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     answers: int
     judges: int
