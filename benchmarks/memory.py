@@ -32,11 +32,11 @@ PEERS = ["-m", "benchmarks.peers_xray"]
 PEERS_OPTIONS = ["1.6M", "natural", "--updates", "17", "--iterations", "4", "--methods", "grpo"]
 KINDS = {
     "prefect.server.api": "Prefect's server",
-    "mlflow": "MLflow's server",
     "xray_runtime.kernel.processes": "reaper",
     "fork_client": "start of a worker",
-    "tail": "in place of Ray's agent",
-    "xray.cli.supervisor": "supervisor",
+    "xray.cli.runner": "the run",
+    "xray.cli.main": "supervisor of the run",
+    "benchmarks.peers_xray": "the script with the workspace",
 }
 """Part of a command line → kind of process."""
 SERVER = "xray.deployments.fork_server"
@@ -100,18 +100,16 @@ def kind_of(process: psutil.Process) -> str:
         return "ended"
     if words[0].startswith("ray::"):
         return command.split("(")[0].strip()
+    name = Path(words[0]).name
+    if name in ("gcs_server", "raylet"):
+        return f"Ray: {name}"
     if SERVER in command:
         # Forks have the command of the first server: they differ by the libraries that they have loaded.
         maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
         parts = {"libtorch_cpu": "torch", "/vllm/": "vLLM", "/ray/_raylet": "Ray"}
         found = [name for part, name in parts.items() if part in maps]
         return " + ".join(["fork server", *found])
-    for part, kind in KINDS.items():
-        if part in command:
-            return kind
-    if Path(words[0]).name in ("gcs_server", "raylet"):
-        return f"Ray: {Path(words[0]).name}"
-    return "the run" if "xray" in command or "peers_xray" in command else Path(words[0]).name
+    return next((kind for part, kind in KINDS.items() if part in command), name)
 
 
 def watched(command: list[str]) -> tuple[Peak, float]:

@@ -4,8 +4,8 @@
 
 All Workhorses are objects of this process. The WholeModels, their scattering, health monitor, weight sync and joining
 are the product's, and so are Ray's references: each call pickles its arguments, as an actor's would, and its answer
-lies in Ray's object store. Rows of an iteration are eight a Workhorse. The last column says whether twice the
-Workhorses take more than twice the time.
+lies in Ray's object store. Rows of an iteration are eight a Workhorse. Times are of the processor, with the Workhorses'
+part: that of reading arguments. The last column is 1 where twice the Workhorses take twice the time.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ class Layout:
 
 
 def iteration(models: Models, version: int, num_rows: int) -> dict[str, float]:
-    """Seconds of each phase of GRPO's loop."""
-    took, start = {}, time.perf_counter()
+    """Seconds of a core in each phase of GRPO's loop."""
+    took, start = {}, time.process_time()
 
     def phase(name: str) -> None:
         nonlocal start
-        now = time.perf_counter()
+        now = time.process_time()
         took[name], start = now - start, now
 
     ids = np.ones((num_rows, PROMPT_TOKENS), np.int64)
@@ -184,9 +184,9 @@ def iteration(models: Models, version: int, num_rows: int) -> dict[str, float]:
 def measure(num_workhorses: int, iterations: int) -> tuple[dict[str, float], Sent, float]:
     """(median seconds of each phase, what an iteration sends, seconds to open)."""
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
+        start = time.process_time()
         models = opened(num_workhorses, Path(folder))
-        open_s = time.perf_counter() - start
+        open_s = time.process_time() - start
         iteration(models, 1, ROWS * num_workhorses)
         models.sent.calls = models.sent.num_bytes = 0
         found = [iteration(models, 2 + number, ROWS * num_workhorses) for number in range(iterations)]

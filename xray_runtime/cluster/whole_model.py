@@ -179,8 +179,7 @@ class WholeModel:
     def load_weights(self, update: WeightUpdate) -> int:
         """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
         checkers = zip(self._workhorses, self._stager.node_peers(), strict=True)
-        # It names every tensor: each rank reads it from the object store, instead of this process sending it to each.
-        sent = update if len(self._workhorses) == 1 else cast("WeightUpdate", ray.put(update))
+        sent = cast("WeightUpdate", ray.put(update))  # it names every tensor: pickled once, and not for each rank
         self._get([w.verify_weights.remote(sent, *peer) for w, peer in checkers], apart=True)
         loads = [w.load_weights.remote(sent, True) for w in self._workhorses]
         try:
@@ -320,8 +319,7 @@ class WholeModel:
 
     def _scatter(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, TextBatch], Ref[T]]) -> list[T]:
         """The answer of each replica. All Workhorses of a replica get the same rows; one answers for it."""
-        ranks = enumerate(self._workhorses)
-        answers = self._get([call(w, rows.shard(self._topology.data_rank(rank))) for rank, w in ranks])
+        answers = self._get([call(w, rows.shard(self._topology.data_rank(r))) for r, w in enumerate(self._workhorses)])
         return [answers[rank] for rank in self._reporting()]
 
     def _call(self, call: Callable[[WorkhorseHandle], Ref[T]]) -> list[T]:

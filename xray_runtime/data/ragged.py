@@ -6,6 +6,7 @@ micro-batch holds the same columns as tensors (`cluster.micro_batches`).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,11 +130,12 @@ def balance(costs: Sequence[int] | np.ndarray, num_loads: int) -> list[list[int]
     The same costs give the same loads. A load may stay empty.
     """
     loads: list[list[int]] = [[] for _ in range(num_loads)]
-    totals = [0] * num_loads
+    # Of equal totals the first load counts as the least.
+    totals = [(0, load) for load in range(num_loads)]
     for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        least = totals.index(min(totals))
+        total, least = totals[0]
         loads[least].append(row)
-        totals[least] += int(costs[row])
+        heapq.heapreplace(totals, (total + int(costs[row]), least))
     return [sorted(load) for load in loads]
 
 

@@ -19,7 +19,7 @@ FIRST = 100
 
 
 class OneByOne:
-    """Ray whose calls answer one after the other, each `seconds` after the one before. A reference is its own answer."""
+    """Ray whose calls answer one after the other, each `seconds` after the last. A reference is its own answer."""
 
     def __init__(self, seconds: float) -> None:
         self.now, self._seconds = 0.0, seconds

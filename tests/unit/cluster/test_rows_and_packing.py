@@ -205,3 +205,14 @@ def test_heads_are_the_first_values_of_each_row() -> None:
     heads = rows.heads(np.array([2, 0, 2]))
     assert heads.values.tolist() == [[0, 1], [2, 3], [8, 9], [10, 11]]
     assert heads.offsets.tolist() == [0, 2, 2, 4]
+
+
+def test_loads_are_those_of_a_search_for_the_least_each_time() -> None:
+    rng = np.random.default_rng(0)
+    for num_loads in (1, 3, 16):
+        costs = rng.integers(0, 9, 200)
+        loads: list[list[int]] = [[] for _ in range(num_loads)]
+        for row in sorted(range(200), key=lambda row: -costs[row]):
+            least = min(range(num_loads), key=lambda load: sum(costs[r] for r in loads[load]))
+            loads[least].append(row)
+        assert balance(costs, num_loads) == [sorted(load) for load in loads]

@@ -41,7 +41,7 @@ def runs(output: Path) -> list[dict[str, Any]]:
     log = view(output)
     open_runs, last = log.open_runs(output), {run.run_directory: run_id for run_id, run in log.runs.items()}
     listed_runs = []
-    for run_id, run in reversed(log.runs.items()):
+    for run_id, run in reversed(list(log.runs.items())):
         content = read_run(output / run.run_directory) if last[run.run_directory] == run_id else {}
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
         if run_id in open_runs:

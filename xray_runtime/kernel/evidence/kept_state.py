@@ -193,12 +193,13 @@ def _parsed(sha256: str, body: bytes) -> tuple[LogView, list[KeptLine]]:
     rows = Rows(body)
     rest = json.loads(rows.get(REST, REST) or "{}")
     heads, again = rest["heads"], [KeptLine(*line) for line in rest["again"]]
+    mappings: dict[str, Any] = {name: Layered(rows, name, _reader(kind)) for name, kind in MAPPINGS.items()}
     view = LogView(
         heads=[heads[at : at + DIGEST] for at in range(0, len(heads), DIGEST)],
         decisions=[Decision.model_construct(**one) for one in rest["decisions"]],
         pruned=set(rest["pruned"]),
         erased=set(rest["erased"]),
-        **{name: Layered(rows, name, _reader(kind)) for name, kind in MAPPINGS.items()},
+        **mappings,
     )
     view.states = _states(view, again)
     _NEWEST.clear()
