@@ -1,4 +1,5 @@
-"""Measure the signed log: the time of an entry, of a witness's cosignature, and of an audit in full or since the last.
+"""Measure the signed log: the time of an entry, of a witness's cosignature, of an audit in full or since the last, and
+of a new process that reads it, without and with the state that runs keep of a long one.
 
 python -m benchmarks.evidence [DIRECTORY]     processor time, with elapsed time beside it
 """
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from xray_runtime.kernel.evidence import log
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.audit_check import read_log
-from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust import keys
+from xray_runtime.trust.keys import keep_log_state, trusted_keys, trusted_view
 from xray_runtime.trust.log import append, choose_witness
 
 SIZES = (100, 1000, 4000)
@@ -36,6 +39,13 @@ def write(output: Path, count: int) -> None:
         append(output, Left(note=str(number)), {f"records/{number}/metrics.jsonl": "0" * 64})
 
 
+def new_process(output: Path) -> None:
+    """What a stage's process reads of the log before it writes to it."""
+    log._tail.cache_clear()
+    keys._tail.cache_clear()
+    assert view(output).head == trusted_view(output).head
+
+
 def measure(output: Path, size: int) -> dict[str, str]:
     """Name → cost, for a log of so many entries."""
     write(output, size)
@@ -45,6 +55,9 @@ def measure(output: Path, size: int) -> dict[str, str]:
         "reading the whole log": milliseconds(lambda: read_log(output, verifier), 1),
         f"reading it since, {NEW} new entries": milliseconds(lambda: read_log(output, verifier, head), 1),
     }
+    costs["a new process reads it"] = milliseconds(lambda: new_process(output), 1)
+    keep_log_state(output)
+    costs["… with the state that a run has kept"] = milliseconds(lambda: new_process(output), 1)
     choose_witness(output, f"{output}-witness", None, by="benchmark")
     return costs | {"an entry with a witness in a directory": milliseconds(lambda: write(output, NEW), NEW)}
 

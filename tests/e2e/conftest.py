@@ -36,6 +36,8 @@ class Outcome:
         return json.loads(self.out)
 
 
+MEASURED = "measured"
+"""The property in which a test keeps what it measured."""
 LONGEST = ("test_lifecycle.py", "test_studio.py", "test_faults_lose_nothing_and_leave_nothing_running")
 """Groups that begin first: tests of a file, and a lifecycle of its own, which ends like that of the first file."""
 
@@ -50,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests measured, also where they passed: times of pages, what axe found, clicks."""
+    passed = terminalreporter.getreports("passed")
+    lines = [f"{r.nodeid}: {text}" for r in passed for name, text in r.user_properties if name == MEASURED]
+    if lines:
+        terminalreporter.section("measured")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,11 @@ FAULTS = {
 }
 """A killed command that finds a damaged checkpoint, a lost Workhorse and a lost Ray; an interrupted command.
 `test_chaos` draws others."""
+COMPARED = (
+    *("weights before", "replies", "log-probabilities", "rewards", "advantages", "loss", "gradient", "weights after"),
+    "weights that were sent next",
+)
+"""Parts of an iteration that is neither the first nor the last."""
 NAMES = ["prepare", "base", "sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate"]
 
 
@@ -159,6 +166,27 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
         assert "ledger/000001.parquet" in broken.output
     finally:
         path.write_bytes(content)
+
+
+def test_an_iteration_is_replayed_from_its_bundle(first: Outcome, output: Path, tmp_path: Path) -> None:
+    """…on the real engines, once the output directory that it came from is gone."""
+    copy, bundle = tmp_path / "copy", tmp_path / "one.tar"
+    shutil.copytree(output.with_name("undisturbed"), copy, symlinks=True)
+    made = xray("bundle", "ppo-1", str(bundle), "--output", str(copy), "--iteration", "1", "--sample", "3")
+    assert made.code == 0, made.err
+    key = tmp_path / "signing.pub"
+    shutil.copy(copy / "keys" / "signing.pub", key)
+    shutil.rmtree(copy)
+    again = xray("replay", str(bundle), "--public-key", str(key), "--json")
+    assert again.code == 0, again.err
+    said = json.loads(again.out)
+    assert (said["same"], said["iteration"], said["changes"]) == (True, 1, [])
+    assert {part["name"]: part["verdict"] for part in said["parts"]} == dict.fromkeys(COMPARED, "equal")
+    with tarfile.open(bundle) as archive:
+        page = archive.extractfile("sample-3.html").read().decode()  # type: ignore[union-attr]
+    # Two epochs.
+    assert page.count("token by token: what each adds to the loss") == 2
+    assert "nan" not in page
 
 
 @pytest.mark.timeout(1500)

@@ -17,16 +17,18 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.e2e.chat_server import Answers
-from tests.e2e.conftest import ROOT, XRAY, environment
+from tests.e2e.conftest import MEASURED, ROOT, XRAY, environment
 from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
 from tests.unit.studio.world import compared, recorded, run_at_work, with_rollouts
 from tests.unit.trust.promoting import aliases
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
+from xray.studio.studio import Studio
 from xray.tasks.output_directory import saved_config
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import run_lock
@@ -51,7 +53,19 @@ CLICKS = """addEventListener("click", event => {
     if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
 LONG_TASKS = """() => { window.longest = 0; new PerformanceObserver(list => { for (const entry of list.getEntries())
     window.longest = Math.max(window.longest, entry.duration); }).observe({ type: "longtask" }); }"""
-RULES = "async () => (await axe.run()).violations.filter(v => ['serious', 'critical'].includes(v.impact))"
+PARTS = {
+    "/runs",
+    "/waiting",
+    "/runs/{run_id}/live",
+    "/runs/{run_id}/curves",
+    "/pictures/{digest}",
+    "/rollouts/{ref}/rows",
+    "/withdrawals/verify",
+    "/metrics",
+}
+"""What pages request to show in themselves, and what programs read."""
+RULES = "async () => (await axe.run()).violations"
+ANSWERED_MS = "() => { const [p] = performance.getEntriesByType('navigation'); return p.responseEnd - p.requestStart; }"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +145,15 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (place / "package" / "axe.min.js").read_text(encoding="utf-8")
 
 
+def require_readable(window: Page, axe: str) -> None:
+    """Nothing scrolls sideways, and axe finds nothing."""
+    wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+    assert wide <= 0, (window.url, wide)
+    window.evaluate(axe)
+    found = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in window.evaluate(RULES)]
+    assert found == [], window.url
+
+
 def picture(window: Page, name: str) -> None:
     if PICTURES in os.environ:
         window.screenshot(path=Path(os.environ[PICTURES]) / f"studio-{name}.png")
@@ -167,22 +190,51 @@ def paths(output: Path) -> dict[str, str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_every_page_fits_its_screen_and_passes_axe(
-    address: str, output: Path, window: Page, axe: str, scheme: Any, width: int
+    address: str, output: Path, window: Page, axe: str, scheme: Any, width: int, record_property: Any
 ) -> None:
     window.emulate_media(color_scheme=scheme)
     window.set_viewport_size({"width": width, "height": 900})
     found = dict(paths(output))
-    error = found.pop("error")
+    error, times = found.pop("error"), []
     for name, path in found.items():
         window.goto(f"{address}{path}")
-        wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
-        assert wide <= 0, (path, wide)
-        window.evaluate(axe)
-        said = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in window.evaluate(RULES)]
-        assert said == [], path
+        require_readable(window, axe)
+        times.append(f"{name} {window.evaluate(ANSWERED_MS):.0f}")
         if scheme == "light" and name in PICTURED:
             picture(window, name)
+    answered = ", ".join(times)
+    record_property(MEASURED, f"axe found nothing on {len(times)} pages, {width} pixels; answered in ms: {answered}")
     assert httpx.get(f"{address}{error}").status_code == 400
+
+
+def test_every_registered_page_is_among_them(output: Path) -> None:
+    shown = [path.partition("?")[0] for path in paths(output).values()]
+    routes = [route for pages in Studio(output, "ada").pages for route in pages.router.routes]
+    registered = {r.path: r.path_regex for r in routes if isinstance(r, APIRoute) and "GET" in r.methods}
+    assert registered.keys() >= PARTS
+    missing = {path for path, regex in registered.items() if not any(map(regex.match, shown))}
+    assert missing <= PARTS
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_pages_behind_forms_fit_and_pass_axe(
+    address: str, output: Path, window: Page, axe: str, scheme: Any, width: int
+) -> None:
+    window.emulate_media(color_scheme=scheme)
+    window.set_viewport_size({"width": width, "height": 900})
+    [session] = read_sessions(output)
+    window.goto(f"{address}/review/{session.name}?number=0")
+    window.get_by_role("button", name="the left is better").click()
+    window.get_by_text("to judge").wait_for()
+    window.goto(f"{address}/review")
+    window.get_by_role("button", name="Publish the verdicts").click()
+    window.get_by_text("pairs from").wait_for()
+    require_readable(window, axe)
+    window.goto(f"{address}/withdrawals")
+    window.get_by_label("Name of the person").fill("ann")
+    window.get_by_role("button", name="List what descends").click()
+    window.get_by_role("heading", name="Withdraw ann?").wait_for()
+    require_readable(window, axe)
 
 
 def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str, output: Path, window: Page) -> None:
@@ -295,7 +347,9 @@ def test_a_person_judges_with_keys_alone(address: str, output: Path, window: Pag
 
 
 @pytest.mark.timeout(600)
-def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(tmp_path: Path, window: Page) -> None:
+def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(
+    tmp_path: Path, window: Page, record_property: Any
+) -> None:
     output, life = tmp_path / "run", Lifecycle(tmp_path / "run")
     life.whole()
     # Playwright's event loop has this thread.
@@ -333,7 +387,8 @@ def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(tmp_path: Path, win
         window.get_by_role("button", name="Make it champion").click()
         window.get_by_text("champion: version").wait_for()
         clicks = int(window.evaluate("sessionStorage.clicks"))
-        print(f"{clicks} clicks, {judging_s:.1f} s to judge, {time.monotonic() - began:.1f} s to promote")
+        promoting_s = time.monotonic() - began
+        record_property(MEASURED, f"{clicks} clicks, {judging_s:.1f} s to judge, {promoting_s:.1f} s to promote")
         assert clicks <= MAX_CLICKS
         assert aliases(output)["champion"] == aliases(output)["candidate"]
         # A page that still loads when its server dies reports an error of the test, not of the product.
@@ -386,7 +441,7 @@ def large(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.long
-def test_50_000_rollouts_scroll_without_a_pause(large: tuple[str, Path], window: Page) -> None:
+def test_50_000_rollouts_scroll_without_a_pause(large: tuple[str, Path], window: Page, record_property: Any) -> None:
     address, output = large
     policy = find("ppo-read", open_lineage_store(output, None)).sha256
     window.goto(f"{address}/rollouts/{policy[:12]}?order=highest")
@@ -405,6 +460,7 @@ def test_50_000_rollouts_scroll_without_a_pause(large: tuple[str, Path], window:
     last.locator("article").first.wait_for()
     assert "reward -250.000" in last.inner_text()
     longest = window.evaluate("window.longest")
+    record_property(MEASURED, f"the longest task of 50,000 rollouts took {longest:.0f} ms")
     assert longest < LONGEST_TASK_MS, longest
 
 

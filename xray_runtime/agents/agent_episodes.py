@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.agents.agent_records import (
     AGENT,
@@ -36,8 +36,10 @@ from xray_runtime.agents.agent_replay import ReplayedEpisodes
 from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import PolicyCall
+from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
@@ -70,6 +72,8 @@ class AgentEpisodes:
         self._generator, self._sampling, self._log_path = setup.generator, setup.sampling, setup.log_dir / LOG
         self._config: AgentConfig = stage.config.environment
         self._tokenizer, self._format = setup.tokenizer, chat_format(setup.tokenizer)
+        folders = picture_folders(stage.inputs)
+        self._pictures = RequestPictures(folders) if folders else None
         config, context = self._config, setup.max_prompt + self._config.max_tokens
         leaves_out = config.untrainable == "leave_out"
         self._limits = EpisodeLimits(config.max_calls, config.max_sampled_tokens, context, leaves_out)
@@ -110,10 +114,21 @@ class AgentEpisodes:
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
         return [
             Planned(
-                f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
+                f"{batch.purpose}-{batch.number}-{row}",
+                batch.name,
+                row,
+                {"seed": seed} | self._task(task),
+                seed,
+                ids,
+                batch.keep,
             )
             for row, task, seed, ids in batch.starts(self._stage)
         ]
+
+    def _task(self, task: dict[str, Any]) -> dict[str, Any]:
+        if self._pictures is None:
+            return task
+        return task | {"messages": [self._pictures.in_task(message) for message in task["messages"]]}
 
     def rollout(self, planned: Sequence[Planned], played: Sequence[Played], version: int) -> Rollout:
         rollout = rollout_of_records(planned, played, self._format.end_of_turn, version)
@@ -239,6 +254,7 @@ class AgentEpisodes:
             version,
             lambda key: derive_seed(self._stage.seed, self._stage.name, AGENT, key),
             partial(self._keep, planned, name, step),
+            self._pictures,
         )
         episode = AgentEpisode(name, policy, self._limits, known, changed.set)
         self._gateway.open(episode)

@@ -6,15 +6,16 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.request import MAX_CHOICES, AgentReply, Request, RequestReader
 
 Event = tuple[str | None, dict[str, Any] | str]
 """Name and data of a server-sent event."""
 
 
-def read(body: Any, temperature: float) -> Request:
+def read(body: Any, temperature: float, pictures: RequestPictures | None = None) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = RequestReader(body, temperature)
+    reader = RequestReader(body, temperature, pictures)
     limits = reader.count("max_tokens"), reader.count("max_completion_tokens")
     return reader.checked(
         Request(

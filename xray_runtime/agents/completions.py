@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event, usage
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.request import MAX_CHOICES, AgentReply, RefusedError, Request, RequestReader
 from xray_runtime.kernel.errors import shown
 
 
-def read(body: Any, temperature: float) -> Request:
+def read(body: Any, temperature: float, pictures: RequestPictures | None = None) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = RequestReader(body, temperature)
+    reader = RequestReader(body, temperature, pictures)
     prompt = reader.get("prompt", (str, list), "")
     is_ids = isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):

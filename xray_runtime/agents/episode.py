@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request, before_stop, read_calls
 from xray_runtime.agents.segments import CallPosition, PolicyCall, Tree
@@ -61,6 +62,8 @@ class Policy:
     """A call's key → its seed."""
     keep: Callable[[Iterable[PolicyCall]], None]
     """Journals calls before they are answered; called in a thread."""
+    pictures: RequestPictures | None = None
+    """Those that calls may have."""
 
 
 class AgentEpisode:
@@ -104,6 +107,10 @@ class AgentEpisode:
     @property
     def temperature(self) -> float:
         return self._policy.sampling.temperature
+
+    @property
+    def pictures(self) -> RequestPictures | None:
+        return self._policy.pictures
 
     def count(self, name: str) -> None:
         self.counts[name] += 1

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from xray_runtime.agents import chat, completions, messages, responses
 from xray_runtime.agents.episode import AgentEpisode, GeneratorFailedError
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.agents.request import OVER, AgentReply, RefusedError, Request
 from xray_runtime.agents.spans import Spans, note_replies, note_request
@@ -31,7 +32,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 RETRIES = b"x-stainless-retry-count"
 """Header in which SDKs count the repetitions of a request."""
 
@@ -39,7 +40,7 @@ RETRIES = b"x-stainless-retry-count"
 class Dialect(Protocol):
     """A module that speaks one API."""
 
-    def read(self, body: Any, temperature: float) -> Request: ...
+    def read(self, body: Any, temperature: float, pictures: RequestPictures | None = None) -> Request: ...
 
     def answer(self, replies: Sequence[AgentReply]) -> dict[str, Any]: ...
 
@@ -143,7 +144,7 @@ class AgentApp:
         try:
             # In a thread: others are answered meanwhile.
             given = await in_thread(_json, body)
-            request = await in_thread(dialect.read, given, episode.temperature)
+            request = await in_thread(dialect.read, given, episode.temperature, episode.pictures)
             repeats = dict(scope["headers"]).get(RETRIES, b"0").strip() not in (b"", b"0")
             pending = episode.call(scope["path"], body, request, repeats)
             return await self._awaited(episode, pending, receive), bool(given.get("stream"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, text_of
 from xray_runtime.kernel.errors import shown
 
@@ -15,9 +16,9 @@ UNREAD = ("thinking", "redacted_thinking")
 """Blocks that the policy never returns."""
 
 
-def read(body: Any, temperature: float) -> Request:
+def read(body: Any, temperature: float, pictures: RequestPictures | None = None) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = RequestReader(body, temperature)
+    reader = RequestReader(body, temperature, pictures)
     system = reader.get("system", (str, list))
     first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []
     messages = [part for message in reader.get("messages", list, []) for part in _messages(message)]
@@ -45,7 +46,8 @@ def _messages(message: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(content, list):
         yield message
         return
-    texts, calls = [], []
+    parts: list[dict[str, Any]] = []
+    calls = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
         if kind == "tool_result":
@@ -54,11 +56,20 @@ def _messages(message: Any) -> Iterator[dict[str, Any]]:
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": _data_url(block.get("source"))})
         elif kind not in UNREAD:
-            texts.append(text_of("messages", [block], ("text",)))
-    if texts or calls:
-        plain = {"role": message.get("role"), "content": "\n".join(texts)}
-        yield plain | ({"tool_calls": calls} if calls else {})
+            parts.append({"type": "text", "text": text_of("messages", [block], ("text",))})
+    if parts or calls:
+        yield {"role": message.get("role"), "content": parts} | ({"tool_calls": calls} if calls else {})
+
+
+def _data_url(source: Any) -> str:
+    """The picture of an image block, as the other APIs write it."""
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        kind = source.get("type") if isinstance(source, dict) else type(source).__name__
+        raise RefusedError(f"messages has an image whose source is of type {kind!r}; allowed: base64")
+    return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 
 def answer(replies: Sequence[AgentReply]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xray_runtime.agents.pictures import RequestPictures
 from xray_runtime.data.chat_format import HERMES
 from xray_runtime.data.messages import read_messages, read_tools
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.reading.pictures import PICTURE_PARTS
 from xray_runtime.kernel.errors import shown
 
 IGNORED = frozenset(
@@ -109,13 +111,14 @@ class RequestReader:
 
     Args:
         temperature: the stage's.
+        pictures: those that messages may have; None: the stage's rows have none.
     """
 
-    def __init__(self, body: Any, temperature: float) -> None:
+    def __init__(self, body: Any, temperature: float, pictures: RequestPictures | None = None) -> None:
         if not isinstance(body, dict):
             raise RefusedError(f"the body is a {type(body).__name__}: must be a JSON object")
         self._body = {name: value for name, value in body.items() if value is not None}
-        self._temperature, self._read = temperature, set[str]()
+        self._temperature, self._pictures, self._read = temperature, pictures, set[str]()
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The value of a field. Raises RefusedError if it is of another type."""
@@ -138,6 +141,11 @@ class RequestReader:
 
     def messages(self, value: Any, name: str = "messages") -> Messages:
         """Messages in OpenAI's form. Raises ValueError; also if the last is the assistant's."""
+        given = value if isinstance(value, list) else []
+        for number, message in enumerate(given, start=1):
+            if isinstance(message, dict) and has_pictures(message.get("content")):
+                where = f"the request: message {number} of {name}"
+                message["content"] = [self._picture(where, part) for part in message["content"]]
         messages = read_messages("the request", name, value)
         for call in (call for message in messages for call in message.get("tool_calls", ())):
             if not isinstance(call.get("id"), str | None):
@@ -145,6 +153,14 @@ class RequestReader:
         if messages[-1]["role"] == "assistant":
             raise RefusedError(f"{name}: the last message must not be the assistant's: nothing is left to answer")
         return messages
+
+    def _picture(self, where: str, part: Any) -> Any:
+        """A content part, or the picture that it is."""
+        if not is_picture(part):
+            return part
+        if self._pictures is None:
+            raise RefusedError(f"{where} has a picture, and the stage's rows have none")
+        return self._pictures.read(where, part)
 
     def stop(self, name: str = "stop") -> tuple[str, ...]:
         """Texts that end the reply."""
@@ -200,6 +216,16 @@ class RequestReader:
                     raise RefusedError(f"{name} = {value} is not allowed: must be a whole number")
                 biases[name] = value
         return biases
+
+
+def has_pictures(content: Any) -> bool:
+    """Whether a message's content has parts that are pictures."""
+    return isinstance(content, list) and any(map(is_picture, content))
+
+
+def is_picture(part: Any) -> bool:
+    """Whether a content part is a picture."""
+    return isinstance(part, dict) and part.get("type") in PICTURE_PARTS
 
 
 def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, text_of
+from xray_runtime.agents.pictures import RequestPictures
+from xray_runtime.agents.request import AgentReply, RefusedError, Request, RequestReader, has_pictures, text_of
 from xray_runtime.kernel.errors import shown
 
 TEXTS = ("input_text", "output_text", "text")
 
 
-def read(body: Any, temperature: float) -> Request:
+def read(body: Any, temperature: float, pictures: RequestPictures | None = None) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
-    reader = RequestReader(body, temperature)
+    reader = RequestReader(body, temperature, pictures)
     given = reader.get("input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
@@ -44,8 +45,9 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
         last_is_own = bool(messages) and messages[-1]["role"] == "assistant"
         if kind == "message":
-            message = {"role": item.get("role"), "content": text_of("input", item.get("content"), TEXTS)}
-            messages.append(message)
+            content = item.get("content")
+            text = content if has_pictures(content) else text_of("input", content, TEXTS)
+            messages.append({"role": item.get("role"), "content": text})
         elif kind == "function_call":
             if not last_is_own:
                 messages.append({"role": "assistant", "content": ""})

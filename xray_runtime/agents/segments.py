@@ -10,7 +10,8 @@ tokens of the parent, then the new messages in tokens. Sampled tokens are never 
 Histories are compared as messages, whatever the client did to their JSON: key order, white space in arguments, ids of
 calls and outer white space of texts do not count. A message that was changed ends the match: the tokens up to there are
 kept, and the rest follows as the client wrote it. A template that writes earlier turns differently once others follow
-cannot be continued, so each of its calls begins with the whole history in tokens.
+cannot be continued, so each of its calls begins with the whole history in tokens; so does a call with a picture behind
+a reply, since rows have pictures in prompts alone.
 
 Each call is in the loss once. A row is a call and the first child of each call in it; every other child begins a row
 whose prompt is all the tokens before its reply (`rows`).
@@ -28,6 +29,7 @@ from typing import Any
 from xray_runtime.agents.request import Request
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pictures import PARTS, picture_ids, pictures_of
 from xray_runtime.methods.common.sampling.agent_rows import BranchRow
 from xray_runtime.methods.common.sampling.reply_stream import Runs, by_token, oldest
 
@@ -125,6 +127,8 @@ class Tree:
             known = self._by_history.get(digests[length - 1])
             if known:
                 parent, rest = known[0], request.messages[length:]
+                if pictures_of(rest):
+                    break
                 try:
                     observed = self._format.observations(rest, parent.ids[-1])
                 except ValueError:
@@ -168,6 +172,8 @@ def canonical(messages: Messages) -> list[str]:
         if role == "tool":
             id = message.get("tool_call_id")
             parts += [numbers.get(id, id), names.get(id, message.get("name"))]
+        # As numbers, which `VOLATILE` leaves.
+        parts += [picture_ids(picture["sha256"], PARTS) for picture in message.get("pictures", ())]
         sorted_calls.append(json.dumps(parts, sort_keys=True, ensure_ascii=False))
     return sorted_calls
 

@@ -33,6 +33,9 @@ from xray_runtime.kernel.errors import root_cause
 
 HEARTBEAT_SECONDS = 2.0
 """Interval between heartbeats while a call runs."""
+GATHER_SECONDS = 0.05
+"""Time in which answers are taken together. A round for every answer would look at all others each time, which is
+quadratic in the number of ranks."""
 AFTERMATH_SECONDS = 3.0
 """Time for other ranks to fail too."""
 LOG_TAIL_LINES = 15
@@ -176,10 +179,11 @@ def ranks_behind(at: Mapping[int, Heartbeat], limit_s: float) -> set[int]:
 
 
 def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:
-    """Wait for one of the calls, and move finished ones from `waiting` to `answers`; returns rank → its exception."""
+    """Wait for one of the calls, and move those that have ended a moment later from `waiting` to `answers`; returns
+    rank → its exception."""
     failures: dict[int, Exception] = {}
     ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
-    for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
+    for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=min(timeout_s, GATHER_SECONDS))[0]:
         rank = waiting.pop(ref)
         try:
             answers[ref] = ray.get(ref, timeout=0)

@@ -179,8 +179,10 @@ class WholeModel:
     def load_weights(self, update: WeightUpdate) -> int:
         """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
         checkers = zip(self._workhorses, self._stager.node_peers(), strict=True)
-        self._get([w.verify_weights.remote(update, *peer) for w, peer in checkers], apart=True)
-        loads = [w.load_weights.remote(update, True) for w in self._workhorses]
+        # It names every tensor: each rank reads it from the object store, instead of this process sending it to each.
+        sent = update if len(self._workhorses) == 1 else cast("WeightUpdate", ray.put(update))
+        self._get([w.verify_weights.remote(sent, *peer) for w, peer in checkers], apart=True)
+        loads = [w.load_weights.remote(sent, True) for w in self._workhorses]
         try:
             self._get(loads, apart=True)
         except WorkhorseError:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from xray_runtime.data.pairs import message_text
+from xray_runtime.data.pictures import shown_text
 
 
 def in_order(record: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -60,4 +61,4 @@ def conversation_text(record: Mapping[str, Any], calls: list[dict[str, Any]]) ->
 def _message(message: Mapping[str, Any]) -> str:
     if "prompt" in message:
         return f"prompt: {message['prompt']}"
-    return f"{message['role']}: {message_text(message['content'], message.get('tool_calls'))}"
+    return f"{message['role']}: {message_text(shown_text(message), message.get('tool_calls'))}"

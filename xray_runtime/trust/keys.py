@@ -58,6 +58,8 @@ from xray_runtime.trust.signing import (
 RETIRED, TRUSTED = "retired", "trusted"
 NEXT = "signing.next.pem"
 DIGITS = 16
+KEEP_EVERY = 500
+"""New entries of the log after which its state is kept: reading and checking so many takes a quarter of a second."""
 
 
 class Rotation(BaseModel):
@@ -148,6 +150,12 @@ def sound_view(output: Path, public: Path | None = None) -> LogView:
     """The state that the log describes. Raises ValueError unless every entry is sound; OSError or ValueError: a key
     cannot be used."""
     return _tail(output, tuple(trusted_keys(output, public))).sound_view()
+
+
+def keep_log_state(output: Path) -> None:
+    """Keep the state of a log that has become long, so that other processes need not read all of it."""
+    with contextlib.suppress(OSError, ValueError):
+        _tail(output, tuple(trusted_keys(output))).keep(signing_key(output).read_bytes(), KEEP_EVERY)
 
 
 @functools.lru_cache(maxsize=4)

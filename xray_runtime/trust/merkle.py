@@ -7,7 +7,7 @@ https://c2sp.org/tlog-tiles. Complete subtrees are kept, so a root or a proof ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 TILE = 256
 """Hashes in a full tile."""
@@ -115,6 +115,23 @@ def is_consistent(old: int, old_root: bytes, size: int, root: bytes, proof: Sequ
 def entry_tiles(leaves: Sequence[bytes]) -> dict[str, bytes]:
     """Path → content of the tiles that list the leaves themselves."""
     return _tiles("entries", [len(leaf).to_bytes(2) + leaf for leaf in leaves])
+
+
+def read_entries(size: int, read: Callable[[str], bytes]) -> list[bytes]:
+    """The leaves of a tree of `size` from its tiles of entries; `read`: the content of a path. Raises ValueError where
+    a tile is not one of those."""
+    leaves: list[bytes] = []
+    for name in _tiles("entries", [b""] * size):
+        content = read(name)
+        while content:
+            length = int.from_bytes(content[:2])
+            if not length or len(content) < 2 + length:
+                raise ValueError(f"{name} is damaged")
+            leaves.append(content[2 : 2 + length])
+            content = content[2 + length :]
+    if len(leaves) != size:
+        raise ValueError(f"there are {len(leaves)} entries, not {size}")
+    return leaves
 
 
 def _tiles(level: str, parts: Sequence[bytes]) -> dict[str, bytes]:

@@ -27,6 +27,8 @@ class TokenMeasure(NamedTuple):
     needs: tuple[str, ...]
     of: Callable[..., np.ndarray]
     neutral: float = 0.0
+    is_signed: bool = True
+    """Whether it has values on both sides of 0."""
 
 
 MEASURES = {
@@ -44,6 +46,7 @@ MEASURES = {
         "of the policy's distribution where the token was drawn, nats: 0 where nothing else could come",
         ("entropy",),
         np.array,
+        is_signed=False,
     ),
     "advantage": TokenMeasure(
         "advantage", "above 0 the update makes the token likelier, below 0 rarer", ("advantages",), np.array
@@ -54,6 +57,7 @@ MEASURES = {
         ("weights",),
         np.array,
         1.0,
+        is_signed=False,
     ),
     "mismatch": TokenMeasure(
         "trainer minus generator",

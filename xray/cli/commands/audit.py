@@ -64,7 +64,6 @@ def command(
     Exit codes: 0 sound, 1 not sound, 2 bad input.
     """
     from xray_runtime.trust.audit.checkpoints import audit as run_audit
-    from xray_runtime.trust.bundle import audit_bundle
 
     if since_verified and (not everything or not hashing):
         raise ConfigError("--since-verified: needs --all, and not --no-hash")
@@ -74,7 +73,7 @@ def command(
         path = Path(ref)
         if path.is_file() and (witness or witness_key):
             raise ConfigError("--witness, --witness-key: not for a bundle; docs/verify-without-xray.md checks its log")
-        audited = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
+        audited = _bundle(path, public_key, hashing) if path.is_file() else _unreadable(path)
         if audited is not None:
             report(audited, hashing, as_json)
     if everything == (ref is not None):
@@ -144,6 +143,15 @@ def _check_witness(witness: str | None, key: str | None) -> None:
             WitnessKey.parse(key)
     except ValueError as error:
         raise ConfigError(f"--witness-key: {error}") from None
+
+
+def _bundle(path: Path, public_key: Path | None, hashing: bool) -> Audit:
+    from xray_runtime.trust.bundle import audit_bundle
+    from xray_runtime.trust.iteration.bundle import is_iteration
+
+    if is_iteration(path):
+        raise ConfigError(f"REF: {str(path)!r} is not allowed: it has one iteration; `xray replay {path}` checks it")
+    return audit_bundle(path, public_key, hashing=hashing)
 
 
 def _unreadable(directory: Path) -> Audit | None:

@@ -13,16 +13,17 @@ from xray.studio.studio import DAMAGED, Link, Pages, Studio, page, studio_of
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.canary import Canaries
 from xray_runtime.kernel.evidence.log import view
-from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.graph.artifacts import Comparison, Evaluation
+from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import CANDIDATE, LineageStore, find, open_lineage_store, resolve
 from xray_runtime.kernel.history.render import entry, stage_name
-from xray_runtime.kernel.report.evaluations import Measured, SideBySide, measured, measures, side_by_side
+from xray_runtime.kernel.report.evaluations import DrawnResult, Measured, SideBySide, measured, measures, side_by_side
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
 from xray_runtime.live.canary import canary_of, summary
 from xray_runtime.trust import promotion
-from xray_runtime.trust.diff import CAUSES, diff
+from xray_runtime.trust.diff import CAUSES, changed, diff
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.page import drawing
 
@@ -69,6 +70,7 @@ def checkpoint(request: Request, ref: str) -> Response:
     store = studio.store()
     node = find(ref, store)
     graph = store.graph
+    statement = node.statement
     return page(
         request,
         "checkpoint.html",
@@ -78,15 +80,29 @@ def checkpoint(request: Request, ref: str) -> Response:
         facts=entry(graph, node.sha256),
         made_from=[(role, sha, stage_name(graph, sha)) for role, sha in graph.parents(node.sha256)],
         used_by=[(role, sha, stage_name(graph, sha)) for role, sha in graph.children.get(node.sha256, [])],
+        found=measures(_evaluations(store, [node] if _is_evaluated(node) else [])),
+        differences=_differences(graph, node),
+        statement=statement and statement.model_dump_json(indent=2, by_alias=True),
         config=flatten(node.manifest.config),
         results=flatten(node.results),
     )
 
 
+def _differences(graph: CheckpointGraph, node: Node) -> tuple[Node, dict[str, list[Any]]] | None:
+    """The parent that the same kind of stage made, as the PPO stage before, and field → [its value, this one's]."""
+    parents = (graph.nodes.get(sha) for _, sha in graph.parents(node.sha256))
+    before = next((p for p in parents if p is not None and p.manifest.kind == node.manifest.kind), None)
+    return before and (before, changed(flatten(before.manifest.config), flatten(node.manifest.config)))
+
+
+def _is_evaluated(node: Node) -> bool:
+    return node.kind is not None and bool(node.kind.sides and node.kind.results)
+
+
 def _evaluated(store: LineageStore) -> list[Node]:
     """The evaluations and benchmarks, in the order of the graph."""
     nodes = (store.graph.nodes.get(sha) for sha in store.graph.ancestors(sorted(store.graph.nodes)))
-    return [n for n in nodes if n is not None and n.kind is not None and n.kind.sides and n.kind.results]
+    return [n for n in nodes if n is not None and _is_evaluated(n)]
 
 
 def _evaluations(store: LineageStore, nodes: list[Node]) -> SideBySide:
@@ -171,10 +187,17 @@ def _seen(review: promotion.PromotionReview) -> str:
 @router.get("/promote/{name}")
 def review_page(request: Request, name: str) -> Response:
     studio = studio_of(request)
+    shared: dict[str, Any] = {
+        "name": name,
+        "by": studio.by,
+        "previous": view(studio.output).decided.get((name, promotion.PREVIOUS)),
+    }
     try:
         store, reviewed = _reviewed(studio, name)
     except NotPromoted as error:
-        return page(request, "promote.html", name=name, review=None, reasons=error.reasons, by=studio.by, samples=[])
+        return page(
+            request, "promote.html", review=None, reasons=error.reasons, found=_candidate(studio, name), **shared
+        )
     shown = store.graph.nodes[reviewed.evidence.get("comparison", reviewed.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:6]
     judged = [store.graph.nodes[sha] for what, sha in reviewed.evidence.items() if what in ("evaluation", "comparison")]
@@ -182,7 +205,15 @@ def review_page(request: Request, name: str) -> Response:
     values: dict[str, Any] = {"review": reviewed, "seen": _seen(reviewed), "samples": samples}
     values |= {"found": measures(_evaluations(store, judged)), "lost": _lost(shown)}
     values |= {"canary": canary and summary(canary), "changes": _changes(store, reviewed)}
-    return page(request, "promote.html", name=name, reasons=[], by=studio.by, **values)
+    return page(request, "promote.html", **shared | values)
+
+
+def _candidate(studio: Studio, name: str) -> list[DrawnResult]:
+    """What was measured of `name`'s candidate."""
+    store = studio.store()
+    registered = view(studio.output).decided.get((name, CANDIDATE))
+    judged = store.graph.judgements_of(registered.checkpoint, Evaluation, Comparison) if registered else []
+    return measures(_evaluations(store, [node for node in judged if _is_evaluated(node)]))
 
 
 def _changes(store: LineageStore, reviewed: promotion.PromotionReview) -> dict[str, Any] | None:

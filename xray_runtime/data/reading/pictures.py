@@ -125,13 +125,7 @@ class PictureFolder:
         if not isinstance(source, str):
             raise ValueError(f"{where}: the picture is {type_of(source)}; allowed: a path, bytes, a data URL")
         if source.startswith("data:"):
-            head, _, text = source.partition(",")
-            try:
-                if not head.endswith(";base64"):
-                    raise ValueError("it is not base64")
-                return base64.b64decode(text, validate=True)
-            except (ValueError, binascii.Error) as error:
-                raise ValueError(f"{where}: the picture's data URL cannot be read ({error})") from None
+            return data_url_bytes(where, source)
         if "://" in source:
             raise ValueError(
                 f"{where}: the picture is an address ({shown(source)}); allowed: a path, bytes, a data URL"
@@ -149,6 +143,17 @@ class PictureFolder:
         if not is_file:
             raise ValueError(f"{where}: the picture {shown(source)} does not exist in data.pictures")
         return path.read_bytes()
+
+
+def data_url_bytes(where: object, url: str) -> bytes:
+    """The content of a data URL. Raises ValueError: one line that begins with `where`."""
+    head, _, text = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(f"{where}: the picture's data URL cannot be read ({error})") from None
 
 
 def keep_pictures_of(folder: Path, sides: Iterable[Path], sources: Iterable[Path] = ()) -> int:

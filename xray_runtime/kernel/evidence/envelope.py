@@ -111,6 +111,11 @@ class Verifier:
         self._keys = {key.sha256: key for key in trusted}
 
     @property
+    def keys(self) -> dict[str, str | None]:
+        """Every key, and until when it signed."""
+        return {name: key.until.isoformat() if key.until is not None else None for name, key in self._keys.items()}
+
+    @property
     def present(self) -> list[SSlibKey]:
         """The keys that no other replaced."""
         return [key.key for key in self._keys.values() if key.until is None]

@@ -91,7 +91,11 @@ class ChainCheck:
 
     def __init__(self, verifier: Verifier | None, verified: int = 0) -> None:
         self._verifier, self._verified = verifier, verified
-        self._previous, self._signer, self._retired = START, "", frozenset[str]()
+        self._previous, self.signer, self.retired = START, "", frozenset[str]()
+
+    def resume(self, previous: str, signer: str, retired: frozenset[str]) -> None:
+        """Continue behind lines that were checked: the last has this digest and signer, and these keys sign no more."""
+        self._previous, self.signer, self.retired = previous, signer, retired
 
     def __call__(self, line: Line) -> None:
         """Check the next line. Raises ChainProblem; the line then does not count."""
@@ -106,10 +110,10 @@ class ChainCheck:
             except ValueError as problem:
                 raise ChainProblem(line.number, str(problem)) from None
             # A retired key signs no later entry, whatever time the entry claims.
-            if key in self._retired:
+            if key in self.retired:
                 raise ChainProblem(line.number, "it was signed with a key that was retired before it")
-            self._retired |= {self._signer} - {key}
-            self._signer = key
+            self.retired |= {self.signer} - {key}
+            self.signer = key
         self._previous = line.sha256
 
 

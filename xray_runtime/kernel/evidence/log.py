@@ -7,6 +7,7 @@ by sha256: the last entry about a file counts. An audit finds files without an e
 
     log.checkpoint   the number of lines and the root of a Merkle tree over them, signed anew at each entry
     log.cosigned     the last such checkpoint that the log's witness cosigned
+    log.state        of a long log, the state after its first lines (`kept_state`)
 
 A log that was cut short is found by comparing it with its `log.checkpoint`, and with what others kept: a witness,
 MLflow, `--since-verified`, or a person (`xray audit --expect`).
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.envelope import Verifier
+from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier, load_public
+from xray_runtime.kernel.evidence.kept_state import NOTHING, FoldedLines, read_state, with_line, write_state
 from xray_runtime.kernel.evidence.lines import (
     MAX_BYTES,
     ChainCheck,
@@ -41,6 +43,8 @@ from xray_runtime.kernel.store.identity import file_sha256
 LOG, END, COSIGNED = "log.jsonl", "log.checkpoint", "log.cosigned"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
+PUBLIC_KEY = "keys/signing.pub"
+"""The key that signs today, in an output directory."""
 
 
 class LogTail:
@@ -82,12 +86,38 @@ class LogTail:
             self._problem = "it is not there" if isinstance(error, FileNotFoundError) else first_line(error)
         return self._view
 
-    def _restart(self) -> None:
-        self._view, self._check = LogView(), ChainCheck(self._verifier)
-        self._offset = self._last_bytes = 0
+    def _restart(self, folded: FoldedLines = NOTHING) -> None:
+        self._view, self._check = folded.view, ChainCheck(self._verifier)
+        self._offset, self._last_bytes = folded.offset, folded.last_bytes
+        self._again, self._num_kept = folded.again, folded.num_kept
+        if folded.view.heads:
+            self._check.resume(folded.view.heads[-1], folded.signer, folded.retired)
         self._problem = ""
         """Why the next line is not sound, or cannot be read."""
         self._status: tuple[int, ...] = ()
+
+    def _begin(self, file: BinaryIO, size: int) -> None:
+        """Begin with the state that was kept beside the log, if the log still has the line in which it ends."""
+        own = self._path.parent / PUBLIC_KEY
+        try:
+            verifier = self._verifier or Verifier([TrustedKey(load_public(read_bounded(own)))])
+        except (OSError, ValueError):
+            return
+        kept = read_state(self._path, verifier, same_keys=self._verifier is not None)
+        if kept is not None and kept.offset <= size and self._has(file, kept):
+            self._restart(kept)
+
+    def keep(self, private: bytes, every: int) -> None:
+        """Keep the state for other processes, if all lines are sound and so many are new since it was last kept."""
+        with self._lock:
+            view = self._read()
+            if self._verifier is None or self._problem or self._again is None:
+                return
+            if view.head.entries - self._num_kept >= every:
+                check = self._check
+                where = (view, self._offset, self._last_bytes, check.signer, check.retired, self._again)
+                write_state(self._path, FoldedLines(*where), self._verifier, private)
+                self._num_kept = view.head.entries
 
     def _catch_up(self, file: BinaryIO) -> None:
         state = os.fstat(file.fileno())
@@ -97,6 +127,7 @@ class LogTail:
             return
         if not self._continues(file, status):
             self._restart()
+            self._begin(file, state.st_size)
         file.seek(self._offset)
         view, self._problem = self._view.copy(), ""
         try:
@@ -106,6 +137,7 @@ class LogTail:
                     self._check(line)
                 view.add(line)
                 self._offset, self._last_bytes = self._offset + len(text), len(text)
+                self._again = with_line(self._again, line, view, text)
         except ValueError as error:
             self._problem = f"line {error.number}: {error}" if isinstance(error, ChainProblem) else str(error)
         self._view, self._status = view, status
@@ -114,8 +146,13 @@ class LogTail:
         """Whether a file that changed has the lines that were read still, and perhaps more after them."""
         if not self._status or status[0] != self._status[0] or status[1] <= self._status[1]:
             return False
-        file.seek(self._offset - self._last_bytes)
-        return hashlib.sha256(file.read(self._last_bytes)).hexdigest() == self._view.head.sha256
+        return self._has(file, FoldedLines(self._view, self._offset, self._last_bytes))
+
+    @staticmethod
+    def _has(file: BinaryIO, folded: FoldedLines) -> bool:
+        """Whether a file has the last of these lines where it was."""
+        file.seek(folded.offset - folded.last_bytes)
+        return hashlib.sha256(file.read(folded.last_bytes)).hexdigest() == folded.view.head.sha256
 
 
 @lru_cache(maxsize=8)

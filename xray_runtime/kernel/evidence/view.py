@@ -7,6 +7,7 @@ package (entry point `xray.log_entries`). The kinds here are those that every ru
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import MutableMapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ LOCKS = "locks"
 Action = Literal["register", "promote", "decline", "rollback", "prune", "rotate"]
 MOVES = ("register", "promote", "rollback")
 """Actions after which an alias points somewhere else."""
+FoldsInto = Literal["fields", "states"] | None
 T = TypeVar("T")
 
 
@@ -36,6 +38,9 @@ class SignedEntry(BaseModel):
 
     names_files: ClassVar[bool] = True
     """Whether the subjects of its line are files below the output directory."""
+    folds_into: ClassVar[FoldsInto] = None
+    """What `fold` changes: fields of `LogView`; or `states` too, for which it reads nothing of the view but heads and
+    decisions. None, not known: the state of a log with such an entry is not kept (`kept_state`)."""
     previous: Sha256 = START
     """sha256 of the line before; set as the entry is written."""
     at: str = ""
@@ -85,6 +90,7 @@ class Decision(SignedEntry):
     """
 
     names_files: ClassVar[bool] = False
+    folds_into: ClassVar[FoldsInto] = "fields"
     action: Action
     name: str = ""
     alias: str = ""
@@ -105,12 +111,14 @@ class Decision(SignedEntry):
         view.decisions.append(self)
         if self.action == "prune":
             view.pruned.add(self.checkpoint)
-            view.published = {k: v for k, v in view.published.items() if v.checkpoint != self.checkpoint}
+            for name in [name for name, entry in view.published.items() if entry.checkpoint == self.checkpoint]:
+                del view.published[name]
 
 
 class Published(SignedEntry):
     """A checkpoint is in the store: computed here, or copied from elsewhere (`bring`)."""
 
+    folds_into: ClassVar[FoldsInto] = "fields"
     action: Literal["publish", "bring"]
     directory: str
     """Its name below checkpoints/."""
@@ -118,13 +126,14 @@ class Published(SignedEntry):
 
     def fold(self, view: LogView, line: Line) -> None:
         view.published[self.directory] = self
-        view.known.add(self.checkpoint)
+        view.known[self.checkpoint] = self.directory
         view.pruned.discard(self.checkpoint)
 
 
 class RunBegan(SignedEntry):
     """A run started in this directory, or resumed."""
 
+    folds_into: ClassVar[FoldsInto] = "fields"
     action: Literal["begin"] = "begin"
     run_id: str
     run_directory: str
@@ -151,6 +160,7 @@ class RunBegan(SignedEntry):
 class RunEnded(SignedEntry):
     """A run ended and wrote files for people."""
 
+    folds_into: ClassVar[FoldsInto] = "fields"
     action: Literal["end"] = "end"
     run_id: str
     status: str
@@ -162,6 +172,7 @@ class RunEnded(SignedEntry):
 class Left(SignedEntry):
     """Another command wrote files for people."""
 
+    folds_into: ClassVar[FoldsInto] = "fields"
     action: Literal["files"] = "files"
     note: str
 
@@ -190,18 +201,18 @@ class ChainState:
 class LogView(ChainState):
     """The state that the entries of a log describe; later entries replace earlier ones."""
 
-    published: dict[str, Published] = field(default_factory=dict)
+    published: MutableMapping[str, Published] = field(default_factory=dict)
     """Checkpoints that must be in the store, by directory."""
-    files: dict[str, str] = field(default_factory=dict)
+    files: MutableMapping[str, str] = field(default_factory=dict)
     """Path below the output directory → sha256 it must have."""
-    runs: dict[str, RunBegan] = field(default_factory=dict)
+    runs: MutableMapping[str, RunBegan] = field(default_factory=dict)
     """By id, in the order in which they started or resumed."""
-    ended: dict[str, RunEnded] = field(default_factory=dict)
+    ended: MutableMapping[str, RunEnded] = field(default_factory=dict)
     """Runs that ended and were not resumed."""
     decisions: list[Decision] = field(default_factory=list)
     pruned: set[str] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)
-    """Every checkpoint that was ever published or brought here."""
+    known: MutableMapping[str, str] = field(default_factory=dict)
+    """Every checkpoint that was ever published or brought here → its directory then."""
     erased: set[str] = field(default_factory=set)
     """Paths below the output directory of files that a withdrawal erased, and nothing wrote since."""
     states: dict[type[object], object] = field(default_factory=dict)
@@ -261,7 +272,7 @@ class LogView(ChainState):
     def add(self, line: Line) -> None:
         self.heads.append(line.sha256)
         if line.entry.names_files:
-            self.files |= line.files
+            self.files.update(line.files)
             self.erased -= line.files.keys()
         line.entry.fold(self, line)
 

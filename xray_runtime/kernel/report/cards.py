@@ -37,12 +37,13 @@ def cards(e: Mapping[str, Any]) -> list[Card]:
         found.append(Card(title, f"{100 * e['win_rate']:.1f}%", note, verdict))
     if e["reward_after"] is not None:
         change = f"{e['reward_before']:+.2f} → {e['reward_after']:+.2f}"
-        found.append(Card("reward (trained against, does not judge)", change, "in deviations of the reward model"))
+        unit = "in standard deviations of the reward model"
+        found.append(Card("reward (trained against, does not judge)", change, unit))
     if e["win_rate"] is None:
         why = "no judge: every source was trained against, or there is none"
         found.append(Card("win rate over the model before", "–", why))
     lengths = f"length {e['length_before']:.1f} → {e['length_after']:.1f} tokens"
-    variety = f"distinct-2 {e['distinct_2_before']:.2f} → {e['distinct_2_after']:.2f}"
+    variety = f"different word pairs {e['distinct_2_before']:.2f} → {e['distinct_2_after']:.2f}"
     found.append(Card("KL to the model before", f"{e['kl']:.2f}", f"nats a reply · {lengths} · {variety}"))
     return found
 

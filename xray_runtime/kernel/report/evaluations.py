@@ -81,11 +81,16 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
         for judge, result in of_tag.items():
             numbers[f"win_rate by {judge}, {tag}"] = Number(result["win_rate"], *result["win_rate_ci95"])
             numbers[f"score_delta by {judge}, {tag}"] = Number(result["delta"], *result["delta_ci95"])
-    for name, value in sorted(results.items()):
+    for name, value in sorted(results.items(), key=_in_order):
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
             numbers[name] = Number(float(value), *results.get(f"{name}{INTERVAL}") or ())
     way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
     return Measured(manifest.stage, manifest.parents[policy], way, numbers)
+
+
+def _in_order(result: tuple[str, Any]) -> tuple[str, bool]:
+    """What was measured before comes first, what was measured after next to it."""
+    return result[0].replace("_before", "").replace("_after", ""), "_after" in result[0]
 
 
 @dataclass(frozen=True)

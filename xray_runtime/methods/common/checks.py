@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.methods.best_of_n.config import GroupsConfig
-from xray_runtime.methods.common.environment import TEXTS_ALONE, AgentConfig, environment_of
+from xray_runtime.methods.common.environment import AgentConfig, environment_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.evaluate.judge_leakage import check_judges
 from xray_runtime.methods.ppo.config import PPOConfig
@@ -78,8 +78,6 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Handle], where: str 
         # Pictures that are no paths are found as the stage begins.
         generator.require("pictures", f"data.pictures = {data.pictures!r}", "generator")
     is_agent = isinstance(environment_of(config), AgentConfig)
-    if is_agent and data is not None and data.pictures is not None:
-        raise ValueError(f"environment: {TEXTS_ALONE}")
     # Validations and evaluations sample one reply per prompt.
     replies = config.replies_per_prompt if where == "rewards" else 1
     for number, term in enumerate(config.terms[where]):

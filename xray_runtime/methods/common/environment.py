@@ -17,7 +17,6 @@ EPISODE_SOURCES: Registry[object] = Registry(
     "environment", "xray_runtime.agents.sources", "SOURCE", "xray.episode_sources"
 )
 """Kind of environment → its `sampling.episode_source.EpisodeSource`."""
-TEXTS_ALONE = "an agent is not supported with rows with pictures: its requests are read as texts alone"
 
 
 def _importable(path: str) -> str:

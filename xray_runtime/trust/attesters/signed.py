@@ -36,6 +36,7 @@ class SignedEvidence:
     def prepare(self, output: Path, shared: SharedStore | None) -> None:
         signing_key(output)
         keys.exchange_keys(output, shared)
+        keys.keep_log_state(output)
 
     def verifier(self, output: Path, public: Path | None = None) -> Verifier:
         return Verifier(keys.trusted_keys(output, public))

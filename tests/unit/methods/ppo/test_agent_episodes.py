@@ -231,15 +231,6 @@ def test_hashed_tokens_are_not_kept_as_episodes_either(validated: PPOInputs, tmp
     assert not (tmp_path / "out" / EPISODES).exists()
 
 
-def test_an_agent_is_refused_where_its_requests_would_lack_the_rows_pictures(
-    inputs: PPOInputs, tmp_path: Path, message_texts: Messages
-) -> None:
-    data = Path(shutil.copytree(inputs.prompts.path, tmp_path / "data"))
-    (data / "pictures").mkdir()
-    with message_texts.raises(ValueError):
-        played(replace(inputs, prompts=Dataset(data)), tmp_path / "out")
-
-
 def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path: Path) -> None:
     """Both are version 0, and have the same seeds, prompts and journal."""
     config = EvaluationConfig(environment={"agent": f"{HERE}:two_turns", "max_tokens": 256}, max_new_tokens=16)

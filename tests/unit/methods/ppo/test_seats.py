@@ -28,7 +28,7 @@ from xray_runtime.methods.ppo.config_checks import check_champion
 from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.trust.replay import restore_recorded
+from xray_runtime.trust.replay_answers import restore_recorded
 
 SEATS = ["left", "right"]
 FIELDS: dict[str, Any] = {

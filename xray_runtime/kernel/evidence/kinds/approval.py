@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
 
 
@@ -20,6 +20,7 @@ class ApprovalGiven(SignedEntry):
     """A person approved a candidate, with a key of their own."""
 
     names_files: ClassVar[bool] = False
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["approve"] = "approve"
     name: str
     """Registered model."""

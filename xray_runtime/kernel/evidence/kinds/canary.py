@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.kernel.config.section import Count, Positive, Section, UnitInterval
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
 
 
@@ -28,6 +28,7 @@ class CanaryConfig(Section):
 class CanaryBegan(SignedEntry):
     """From here on a candidate answers a share of the requests, beside the champion."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["canary"] = "canary"
     name: str
     """The registered model whose champion it is beside."""
@@ -70,6 +71,7 @@ Outcome = Literal["passed", "rolled back", "undecided"]
 class CanaryEnded(SignedEntry):
     """A canary ended: the champion answers everything."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["canary-end"] = "canary-end"
     canary: Sha256
     """The line of its beginning."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 
 
 class Cycles(dict[int, "CycleWritten"]):
@@ -14,6 +14,7 @@ class Cycles(dict[int, "CycleWritten"]):
 class CycleWritten(SignedEntry):
     """The record of a cycle of the flywheel from here on; the line's subject is its file."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["cycle"] = "cycle"
     number: int
     cycle: dict[str, Any]

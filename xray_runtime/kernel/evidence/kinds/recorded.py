@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import EMPTY, Head, Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import EMPTY, FoldsInto, Head, Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
 
 
@@ -20,6 +20,7 @@ class RecordedEnd:
 class Recorded(SignedEntry):
     """The end of the chain of recorded answers, as it was then; see `recorded`."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["record"] = "record"
     entries: int
     head: Sha256

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
 
 
@@ -15,6 +15,7 @@ class SignedDirectories(dict[str, "FilesSigned"]):
 class FilesSigned(SignedEntry):
     """The signed files of a directory were changed this often; see `signed_files`."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["sign"] = "sign"
     directory: str
     """Below the output directory."""

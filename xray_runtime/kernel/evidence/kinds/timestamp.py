@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 
 
 class Stamp(NamedTuple):
@@ -34,6 +34,7 @@ class LogTimestamps:
 class AuthorityChosen(SignedEntry):
     """From here on an authority stamps the log after each decision."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["authority"] = "authority"
     address: str
     certificate: str
@@ -50,6 +51,7 @@ class AuthorityChosen(SignedEntry):
 class Stamped(SignedEntry):
     """The authority stamped the checkpoint of all entries before this one."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["stamp"] = "stamp"
     token: str = Field(max_length=2**16)
     """RFC 3161 response in DER, base64."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 from xray_runtime.kernel.store.manifest import Sha256
 
 
@@ -15,6 +15,7 @@ class Withdrawals(list["Withdrawn"]):
 class Withdrawn(SignedEntry):
     """A person's data, or a source, was withdrawn: what holds it, what was made from it, and what was erased."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["withdraw"] = "withdraw"
     subject: str
     """`user PSEUDONYM`, or `source KIND:DIGEST`."""
@@ -29,7 +30,8 @@ class Withdrawn(SignedEntry):
     def fold(self, view: LogView, line: Line) -> None:
         view.state(Withdrawals).append(self)
         view.erased |= set(self.erased)
-        view.files = {name: sha for name, sha in view.files.items() if name not in view.erased}
+        for name in self.erased:
+            view.files.pop(name, None)
 
 
 KINDS = (Withdrawn,)

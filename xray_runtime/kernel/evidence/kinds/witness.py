@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import FoldsInto, Line, LogView, SignedEntry
 
 
 @dataclass
@@ -18,6 +18,7 @@ class LogWitness:
 class WitnessChosen(SignedEntry):
     """From here on a witness cosigns the log's checkpoints."""
 
+    folds_into: ClassVar[FoldsInto] = "states"
     action: Literal["witness"] = "witness"
     address: str
     """A directory, or a server's address."""

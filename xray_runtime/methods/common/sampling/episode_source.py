@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.data.batch import Rollout
 from xray_runtime.methods.common.environment import (
     EPISODE_SOURCES,
-    TEXTS_ALONE,
     AgentConfig,
     EnvironmentConfig,
     environment_of,
@@ -96,15 +94,10 @@ def source_of(environment: EnvironmentConfig | AgentConfig) -> EpisodeSource:
 
 @contextmanager
 def open_episodes(setup: SamplerSetup) -> Iterator[EpisodeSampler | None]:
-    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither.
-
-    Raises ValueError: the stage's rows have pictures, and an agent would call the policy without them.
-    """
+    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
     environment = environment_of(setup.stage.config)
     if environment is None:
         yield None
         return
-    if isinstance(environment, AgentConfig) and picture_folders(setup.stage.inputs):
-        raise ValueError(f"{setup.stage.name}.environment: {TEXTS_ALONE}")
     with source_of(environment).open(setup) as episodes:
         yield episodes

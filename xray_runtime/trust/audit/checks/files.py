@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
+from xray_runtime.kernel.evidence.kept_state import STATE
 from xray_runtime.kernel.evidence.log import COSIGNED, END, LIFECYCLE, LOG, REPORT, read_run
 from xray_runtime.kernel.evidence.view import LogView, RunBegan
 from xray_runtime.kernel.graph.artifacts import Evaluation
@@ -37,7 +38,7 @@ MAX_ANSWERS_BYTES = 2**30
 MAX_FILE_BYTES = 2**30
 """Larger than any file that a run leaves for people: the log has no sizes, and a sparse file claims any."""
 ROOT = {
-    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, COSIGNED, LIFECYCLE, REPORT),
+    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, COSIGNED, STATE, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
     *(RECORDED, WITHDRAWN, SOURCE, CROISSANT),
