@@ -46,7 +46,7 @@ def take_cached(
         stored[name] = stage
         if name == until:
             break
-    # Imported late: Prefect reads its settings once, and a run that computes sets them first.
+    # Imported late: a run that computes needs it when Prefect and Ray are up.
     from xray.tasks.run_record import RunRecord
 
     with RunRecord(output, storage=config.runtime.storage, **record_options(config)) as record:
@@ -57,7 +57,7 @@ def take_cached(
 def _record(
     record: RunRecord, stored: dict[str, StoredStage], store: Store, ends: Lifecycle, done: Callable[[str], None]
 ) -> None:
-    from xray.tasks.register import register
+    from xray.tasks.registration import register
 
     context, shown = record.context(None), dict[str, StageResult]()
     for number, (name, stage) in enumerate(stored.items()):
@@ -68,4 +68,4 @@ def _record(
         done(name)
     if ends.policy.name in shown and ends.evaluation.name in shown:
         policy, evaluation = (shown[end.name].model_dump(mode="json") for end in (ends.policy, ends.evaluation))
-        record.summary.registered(register.fn(context, f"{record.project}-policy", policy, evaluation))
+        record.summary.registered(register(context, f"{record.project}-policy", policy, evaluation))

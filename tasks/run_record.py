@@ -14,10 +14,10 @@ from typing import Any, Self
 from filelock import FileLock
 
 from xray.tasks.output_directory import unfinished_run
-from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
 from xray.tasks.summary import run_description
+from xray.tasks.this_flow import PAGE, flow_parameters, prefect_tags, trigger_of_run
 from xray_runtime.kernel.config.loading import to_yaml
 from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.credentials import strip_credentials, tracking_address
@@ -76,7 +76,9 @@ class RunRecord:
         self.tracker = self._open_tracker()
         before = unfinished_run(self._run_directory, self.output, record)
         self.flow_run_id, self._trigger = trigger_of_run()
-        if before is not None:
+        if before is not None and before["flow_run_id"] is not None:
+            from xray.tasks.prefect_run import crash_lost_flow_run
+
             crash_lost_flow_run(before["flow_run_id"], self.flow_run_id)
         self.run_id = self._start(record, before)
         self._stack.enter_context(run_lock(self.output, self.run_id))
@@ -86,6 +88,8 @@ class RunRecord:
         )
         page = self.tracker.page(self.run_id)
         if page is not None and self.flow_run_id is not None:
+            from xray.tasks.prefect_run import show
+
             show("mlflow", "this run in MLflow", f"[This run in MLflow]({page}): `{self.output}`")
         return self
 

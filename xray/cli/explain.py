@@ -28,15 +28,16 @@ from xray_runtime.trust.diff import changed
 MAX_SHOWN = 6
 
 
-def explain(subject: Subject, output: Path, console: Console, *, replace_output: bool) -> None:
+def explain(subject: Subject, graph: Graph | None, output: Path, console: Console, *, replace_output: bool) -> None:
     """Print one line per stage. Raises ConfigError if the graph cannot be built.
 
     Args:
+        graph: of a config; None: a flow's are recorded here.
         replace_output: whether `output` replaces the directory of a flow's own workspace.
     """
     waits_for = None
-    if subject.config is not None:
-        graphs = [(output, subject.recorded())]
+    if graph is not None:
+        graphs = [(output, graph)]
     else:
         graphs, waits_for = subject.recorded_graphs()
     for directory, graph in graphs:

@@ -249,7 +249,8 @@ def test_an_unreadable_source_is_one_line(files: Path, tmp_path: Path) -> None:
 
 def printed(subject: Subject, output: Path, replace_output: bool = False) -> str:
     text = io.StringIO()
-    explain(subject, output, Console(file=text, width=200), replace_output=replace_output)
+    graph = subject.recorded() if subject.config is not None else None
+    explain(subject, graph, output, Console(file=text, width=200), replace_output=replace_output)
     return text.getvalue()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,22 @@ def test_only_a_run_that_ended_here_is_looked_for(
     monkeypatch.setattr(cached, "stored_stages", stored_stages)
     assert cached.take_cached(LifecycleConfig.model_validate(config), tmp_path, None, lambda stage: None) is None
     assert bool(looked) == looks
+
+
+RECORD = """
+import sys
+import xray.flows.cached
+from xray.tasks.registration import register
+from xray.tasks.run_record import RunRecord
+from xray.tasks.this_flow import flow_parameters, prefect_tags, trigger_of_run
+assert trigger_of_run()[0] is None and trigger_of_run()[1]["kind"] == "command"
+assert flow_parameters() == prefect_tags() == {}
+print(*sys.modules)
+"""
+
+
+def test_its_record_needs_neither_prefect_nor_ray() -> None:
+    shown = subprocess.run([sys.executable, "-c", RECORD], capture_output=True, text=True, check=True)
+    assert (
+        set(shown.stdout.split()) & {"prefect", "ray", "torch", "transformers", "mlflow", "numpy", "pyarrow"} == set()
+    )

@@ -28,12 +28,13 @@ def command(
     """
     from xray_runtime.kernel.history.reference import resolve, resolve_history
     from xray_runtime.kernel.history.render import lineage_json, lineage_text, selection
-    from xray_runtime.trust.page import write_html
 
     # Descendants and a page's comparisons need every manifest; a plain history does not.
     read = resolve if descendants or html is not None else resolve_history
     store, node = read(ref, output, tracking_uri)
     if html is not None:
+        from xray_runtime.trust.page import write_html
+
         write_html(html, store, node, selection(store.graph, node, descendants))
     if as_json:
         print(json.dumps(lineage_json(store.graph, node, descendants), indent=2))

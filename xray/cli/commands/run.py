@@ -67,7 +67,7 @@ def command(
     if why:
         from xray.cli.explain import explain
 
-        explain(subject, directory, console, replace_output=output is not None)
+        explain(subject, graph, directory, console, replace_output=output is not None)
         return
     check_ray_address()
     if fresh:
