@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-
-from xray_runtime.models.family import Logits
 
 
 class ScalarHead(nn.Linear):
@@ -34,17 +28,3 @@ class BorrowedHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))
-
-
-@dataclass(frozen=True)
-class ForwardInChunks:
-    """An output layer's forward; with `compute` see `HeadedLM.in_chunks`."""
-
-    layer: Callable[[Tensor], Tensor]
-    logits: Logits
-
-    def __call__(self, hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
-        # transformers calls the layer too, and does the rest by itself.
-        return (
-            self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
-        )

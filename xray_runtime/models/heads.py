@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.family import family_of
-from xray_runtime.models.head_layers import BorrowedHead, ForwardInChunks, ScalarHead
+from xray_runtime.models.family import Logits, family_of
+from xray_runtime.models.head_layers import BorrowedHead, ScalarHead
 from xray_runtime.models.noted_passes import NotedPasses
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 from xray_runtime.models.parts import backbone_of, check_parts
 from xray_runtime.models.pictures import PictureReader
-from xray_runtime.models.read_tokens import Reads, compute_what_is_read
 from xray_runtime.models.routing import ARGUMENT, take_routes
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, each_where_it_is
 
@@ -93,9 +93,6 @@ class HeadedLM(nn.Module):
         if self.packs:
             use_packed_attention(lm)
         self.routed_layers = take_routes(lm, family)
-        self._reads_all = not self.packs or self.routed_layers > 0 or self.noted is not None
-        if not self._reads_all:
-            compute_what_is_read(self.layers[-1])
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0 if trainable_layers is None else self._train_top(trainable_layers)
         for branch in (held := list(branches)):
@@ -155,8 +152,6 @@ class HeadedLM(nn.Module):
         for layer in layers:
             # transformers' own switch works in training mode alone, which would turn dropout on as well.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        # The backward pass computes a layer again outside `reading`.
-        self._reads_all = True
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
@@ -175,9 +170,8 @@ class HeadedLM(nn.Module):
         trunk: Tensor | None = None,
         prompts: Prompts | None = None,
         routes: Tensor | None = None,
-        reads: Reads = "all",
     ) -> States:
-        """Last hidden states [N, H] of what `reads` says, others may be any; from `trunk` states where they are given.
+        """Last hidden states [N, H]; from `trunk` states where they are given.
 
         A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
         `routes`: experts of each token in each layer that has some [N, L, K]; −1: those that the model chooses.
@@ -186,24 +180,23 @@ class HeadedLM(nn.Module):
             raise ValueError(f"routes of {routes.shape[1]} layers cannot be replayed by a {type(self.lm).__name__}")
         if trunk is None and not self.has_trunk:
             given = {} if routes is None else {ARGUMENT: routes}
-            return self._run(backbone_of(self.lm), lengths, prompts, reads, input_ids=input_ids, **given)
+            return self._run(backbone_of(self.lm), lengths, prompts, input_ids=input_ids, **given)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], self.lm.get_submodule(self.parts.norm))
-        return self._run(top, lengths, prompts, reads, inputs_embeds=states)
+        return self._run(top, lengths, prompts, inputs_embeds=states)
 
     def _run_whole(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
         """`_run` of a model taken apart, whose ranks share no sequences."""
-        states = self._run(backbone, lengths, prompts, "all", **entering)
+        states = self._run(backbone, lengths, prompts, **entering)
         assert isinstance(states, Tensor)
         return states
 
-    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, reads: Reads, **entering: Tensor) -> States:
+    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> States:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
         if self.passes is not None and torch.is_grad_enabled():
             backbone = functools.partial(self._noted, backbone, lengths)
         if self.packs:
-            reads = "all" if self._reads_all else reads
-            return packed_states(backbone, lengths, prompts, self.sequence_ranks, reads, **entering)
+            return packed_states(backbone, lengths, prompts, self.sequence_ranks, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         if self.pictures is not None:
             padded = self.pictures.entering(padded["input_ids"])
@@ -299,8 +292,8 @@ class HeadedLM(nn.Module):
         ranks whose rows need other numbers of parts still meet in the same collectives.
         """
         layer = self.lm.get_output_embeddings()
-        if not isinstance(layer.forward, ForwardInChunks):
-            layer.forward = ForwardInChunks(layer.forward, self._logits)
+        if not isinstance(layer.forward, _ForwardInChunks):
+            layer.forward = _ForwardInChunks(layer.forward, self._logits)
         found: T = layer(hidden, compute)
         return found
 
@@ -337,3 +330,17 @@ class Branch(nn.Module):
         self.first, self.norm = first, self.whole.get_submodule(parts.norm)
         self.layers = self.whole.get_submodule(parts.layers)[first:]
         del self.whole
+
+
+@dataclass(frozen=True)
+class _ForwardInChunks:
+    """An output layer's forward; with `compute` see `HeadedLM.in_chunks`."""
+
+    layer: Callable[[Tensor], Tensor]
+    logits: Logits
+
+    def __call__(self, hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
+        # transformers calls the layer too, and does the rest by itself.
+        return (
+            self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
+        )

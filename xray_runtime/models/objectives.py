@@ -28,7 +28,6 @@ from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
-from xray_runtime.models.read_tokens import Reads
 from xray_runtime.models.sequence_parallel import States
 
 Texts: TypeAlias = TextBatch[Tensor]
@@ -39,16 +38,13 @@ R = TypeVar("R", bound=TextBatch[Tensor])
 class Forward(Generic[R]):
     """A forward pass over a micro-batch. What several components read is computed once, as the first one reads it."""
 
-    reads: ClassVar[Reads] = "replies"
-    """Of which tokens they read hidden states."""
-
     def __init__(self, module: HeadedLM, rows: R) -> None:
         self.module, self.rows = module, rows
 
     @cached_property
     def hidden(self) -> States:
-        """Last hidden states [N', H] of `sequences`, at what `reads` says."""
-        return last_hidden(self.module, self.rows, self.reads)
+        """Last hidden states [N', H] of `sequences`."""
+        return last_hidden(self.module, self.rows)
 
 
 F = TypeVar("F", bound=Forward[Any])
@@ -184,12 +180,12 @@ def num_computed_tokens(module: HeadedLM, rows: Texts) -> int:
     return len(ids.values) - int(prompts.lengths[again].sum())
 
 
-def last_hidden(module: HeadedLM, rows: Texts, reads: Reads = "replies") -> States:
-    """Last hidden states [N', H] of `sequences`, at what `reads` says."""
+def last_hidden(module: HeadedLM, rows: Texts) -> States:
+    """Last hidden states [N', H] of `sequences`."""
     texts = sequences(rows)
     trunk = texts.trunk.values if "trunk" in texts else None
     given = texts.input_ids.values, texts.input_ids.lengths, trunk, prompts_of(rows)
-    return module.hidden(*given, _routes(texts) if "route_ids" in texts else None, reads)
+    return module.hidden(*given, _routes(texts)) if "route_ids" in texts else module.hidden(*given)
 
 
 def _routes(rows: Texts) -> Tensor:

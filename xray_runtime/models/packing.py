@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from xray_runtime.models.family import family_of
-from xray_runtime.models.read_tokens import WORTH, Reads, reading
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, shared_states
 
 ATTENTION = "xray_packed"
@@ -88,12 +87,10 @@ class Trees:
     """The place of each token of all sequences in the row [N]."""
     positions: Tensor
     """Position in its sequence of the token at each place [M]."""
-    read: Tensor | None = None
-    """The places whose states are read; None: all, or nearly all."""
 
     @classmethod
-    def of(cls, lengths: Tensor, prompts: Prompts | None = None, reads: Reads = "all") -> Trees:
-        """The trees of sequences of `lengths` [B]; without `prompts` none shares its own, and all is read."""
+    def of(cls, lengths: Tensor, prompts: Prompts | None = None) -> Trees:
+        """The trees of sequences of `lengths` [B]; without `prompts` none shares its own."""
         device, lengths = lengths.device, lengths.cpu()
         rows = torch.arange(len(lengths))
         first, shared = rows, torch.zeros_like(rows)
@@ -123,21 +120,13 @@ class Trees:
             begins[first].repeat_interleave(lengths),
             begins.repeat_interleave(lengths),
         )
-        given, read = place[source + in_row], None
-        if reads != "all" and prompts is not None:
-            unread = (prompts.lengths.cpu() if reads == "replies" else lengths) - 1
-            wanted = torch.zeros(len(computed), dtype=torch.bool)
-            wanted[given[in_row >= unread.repeat_interleave(lengths)]] = True
-            found = wanted.nonzero().squeeze(-1)
-            read = found.to(device) if len(found) < WORTH * len(computed) else None
         return cls(
             prefix_lengths[prefixes],
             own[suffixes],
             prefix_of[suffixes],
             computed.to(device),
-            given.to(device),
+            place[source + in_row].to(device),
             _ranges(skipped, counts).to(device),
-            read,
         )
 
     @cached_property
@@ -236,22 +225,15 @@ def use_packed_attention(lm: Any) -> None:
 
 
 def packed_states(
-    backbone: Any,
-    lengths: Tensor,
-    prompts: Prompts | None,
-    ranks: SequenceRanks | None = None,
-    reads: Reads = "all",
-    **entering: Tensor,
+    backbone: Any, lengths: Tensor, prompts: Prompts | None, ranks: SequenceRanks | None = None, **entering: Tensor
 ) -> States:
-    """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]; `ranks` share them, and
-    compute all."""
-    trees = Trees.of(lengths, prompts, reads if ranks is None else "all")
+    """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]; `ranks` share them."""
+    trees = Trees.of(lengths, prompts)
     # A mask of four dimensions is handed on as it is, so none is made; our attention does not look at it.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
     row = {name: flat[trees.computed] for name, flat in entering.items()} | {"position_ids": trees.positions}
     own = {name: (flat if ranks is None else ranks.share(flat))[None] for name, flat in row.items()}
-    with reading(trees.read):
-        out = backbone(**own, attention_mask=no_mask, trees=trees, sequence_ranks=ranks)
+    out = backbone(**own, attention_mask=no_mask, trees=trees, sequence_ranks=ranks)
     states = out.last_hidden_state[0]
     return _gathered(states, trees.given) if ranks is None else shared_states(states, trees.given, ranks)
 

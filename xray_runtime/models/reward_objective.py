@@ -24,21 +24,12 @@ class Preference(Component[Forward[PairBatch[Tensor]]]):
         return Terms(losses, sums={"correct": correct})
 
 
-class EndForward(Forward[Any]):
-    """A pass whose states are read at the last token of each sequence."""
-
-    reads = "ends"
-
-
 @dataclass(frozen=True)
 class RewardObjective(Objective[Forward[Any]]):
     """One number a reply, read at its last token; trained on pairs: `input_ids` are chosen, `rejected_ids` not."""
 
     def components(self, module: HeadedLM) -> tuple[Preference]:
         return (Preference(),)
-
-    def forward(self, module: HeadedLM, rows: Texts) -> EndForward:
-        return EndForward(module, rows)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         return Scores(scores=_scores(self.forward(module, rows)))

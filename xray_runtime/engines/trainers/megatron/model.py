@@ -24,6 +24,7 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.megatron.weights import padded_vocabulary
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Heads, HFConfig
+from xray_runtime.models.packing import Prompts
 from xray_runtime.models.padding import pad, unpad
 
 
@@ -84,9 +85,8 @@ class MegatronLM(GPTModel):
         )
         return out
 
-    def hidden(self, input_ids: Tensor, lengths: Tensor, *_: Any) -> Tensor:
-        """Last hidden states [N, H]. Other arguments of `HeadedLM.hidden` change nothing: all tokens are computed, and
-        each sequence's prompt."""
+    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: None = None, prompts: Prompts | None = None) -> Tensor:
+        """Last hidden states [N, H]. `prompts` changes nothing: each sequence's prompt is computed."""
         return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
