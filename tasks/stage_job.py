@@ -27,8 +27,8 @@ from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray.tasks.stored_results import find_result, keep_result, show_cached
 from xray.tasks.summary import headline, stage_markdown
-from xray_runtime.cluster.device_time import DeviceTime
 from xray.tasks.this_flow import PAGE
+from xray_runtime.cluster.device_time import DeviceTime
 from xray_runtime.cluster.opening import model_opener
 from xray_runtime.cluster.pictures import picture_folders
 from xray_runtime.cluster.stage import Stage
