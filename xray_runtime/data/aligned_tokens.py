@@ -34,8 +34,7 @@ class Aligned(NamedTuple):
         of_other = np.bincount(self.chunks, other.astype(np.float64))
         shared = own + ((of_other - sums) / sizes)[self.own_chunks]
         # Nothing is rounded where a chunk has one own token.
-        found = np.where(sizes[self.own_chunks] == 1, of_other[self.own_chunks], shared)
-        return found.astype(np.float32)
+        return np.where(sizes[self.own_chunks] == 1, of_other[self.own_chunks], shared).astype(np.float32)
 
 
 def aligned(
@@ -52,7 +51,8 @@ def aligned(
 
 def _chunks(ends: np.ndarray, common: np.ndarray, num_ends: int) -> np.ndarray:
     ended = np.concatenate([np.isin(ends, common), np.ones(num_ends, bool)])
-    return np.cumsum(ended) - ended
+    chunks: np.ndarray = np.cumsum(ended) - ended
+    return chunks
 
 
 def _ends(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, np.ndarray]:

@@ -130,7 +130,7 @@ def balance(costs: Sequence[int] | np.ndarray, num_loads: int) -> list[list[int]
     The same costs give the same loads. A load may stay empty.
     """
     loads: list[list[int]] = [[] for _ in range(num_loads)]
-    # Of equal totals the first load counts as the least.
+    # Where totals are equal, the first load counts as the least.
     totals = [(0, load) for load in range(num_loads)]
     for row in np.argsort(-np.asarray(costs), kind="stable").tolist():
         total, least = totals[0]

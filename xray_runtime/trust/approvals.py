@@ -102,7 +102,7 @@ def _last_words(log: LogView, name: str, checkpoint: str) -> dict[str, Approval]
 
 
 def _order(approval: Approval) -> tuple[datetime, bool]:
-    """Of two at the same time the withdrawal counts."""
+    """A withdrawal counts before an approval of the same time."""
     return approval.at, approval.withdrawn
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.envelope import InTotoRecord, load_signer, sign
+from xray_runtime.kernel.evidence.envelope import InTotoRecord, load_signer, public_key, sign
 from xray_runtime.kernel.evidence.kinds.timestamp import AuthorityChosen, LogTimestamps, Stamped
 from xray_runtime.kernel.evidence.kinds.witness import LogWitness, WitnessChosen
 from xray_runtime.kernel.evidence.lines import MAX_BYTES, LogRecord
@@ -114,7 +114,7 @@ def _cosign(output: Path, chosen: WitnessChosen, private: Path, *, is_new: bool 
         # Entries that another process appends meanwhile are in no checkpoint that was read before.
         checkpoint, tree = read_log_checkpoint(output), _tree(output, "witness")
         tree.follow(view(output).heads)
-        witness = open_witness(chosen.address, [load_signer(private.read_bytes()).public_key])
+        witness = open_witness(chosen.address, [public_key(load_signer(private.read_bytes()))])
         cosign_log(output, tree, checkpoint, witness, WitnessKey.parse(chosen.key), is_new=is_new)
 
 

@@ -13,7 +13,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from xray_runtime.kernel.evidence.envelope import SignatureProblem, TrustedKey, Verifier, load_signer, read_envelope
+from xray_runtime.kernel.evidence.envelope import (
+    SignatureProblem,
+    TrustedKey,
+    Verifier,
+    load_signer,
+    public_key,
+    read_envelope,
+)
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, Manifest
@@ -50,7 +57,7 @@ def sign_model(directory: Path, files: Mapping[str, str], private: Path) -> None
         """The private key, which perhaps only an agent has."""
 
         def public_key(self) -> object:
-            return load_pem_public_key(TrustedKey(key.public_key).pem)
+            return load_pem_public_key(TrustedKey(public_key(key)).pem)
 
         def sign(self, content: bytes, algorithm: object) -> bytes:
             # Both packages take the same hash for a curve.
@@ -58,7 +65,7 @@ def sign_model(directory: Path, files: Mapping[str, str], private: Path) -> None
 
     class HeldSigner(Signer):
         def __init__(self) -> None:
-            self._private_key = Held()
+            self._private_key = Held()  # type: ignore[assignment]  # it has what is called
 
     config = signing.Config().set_hashing_config(Known())
     config._signer = HeldSigner()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from xray_runtime.kernel.evidence.envelope import SignatureProblem, load_signer
+from xray_runtime.kernel.evidence.envelope import SignatureProblem, load_signer, public_key
 
 if TYPE_CHECKING:
     from securesystemslib.signer import SSlibKey
@@ -78,7 +78,7 @@ class LogCheckpoint:
         """This checkpoint with a signature by a key, as `load_signer` takes it."""
         signer = load_signer(private)
         signature = bytes.fromhex(signer.sign(self.body).signature)
-        line = SignatureLine(self.origin, _key_hash(signer.public_key), signature)
+        line = SignatureLine(self.origin, _key_hash(public_key(signer)), signature)
         return type(self)(self.origin, self.size, self.root, (*self.signatures, line))
 
     def require_signer(self, keys: Iterable[SSlibKey]) -> SSlibKey:

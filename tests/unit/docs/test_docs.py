@@ -196,7 +196,7 @@ def test_every_stage_kind_has_a_body_whose_docstring_the_site_can_show(hooks: ty
 
 def test_the_page_of_engines_says_what_each_can_do(hooks: types.ModuleType) -> None:
     page = hooks.engines_page()
-    assert "| lora | yes | yes | – | Adapters" in page
+    assert "| lora | yes | yes | yes | Adapters" in page
     assert "| transports | plasma | plasma | plasma | plasma, nccl, ipc |" in page
     for registry in (TRAINERS, GENERATORS):
         assert f"| {' | '.join(f'`{name}`' for name in registry)} |" in page
@@ -236,7 +236,8 @@ def test_the_site_shows_every_column(hooks: types.ModuleType) -> None:
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 500
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal; the fourth trains
-    # adapters, long rows and more families, by more methods, from teachers too, and samples without waiting.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 16_500
+    # adapters, long rows and more families, by more methods, from teachers too, samples without waiting, and signs with
+    # keys that it cannot read.
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 16_750
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []

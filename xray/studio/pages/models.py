@@ -92,7 +92,9 @@ def _differences(graph: CheckpointGraph, node: Node) -> tuple[Node, dict[str, li
     """The parent that the same kind of stage made, as the PPO stage before, and field → [its value, this one's]."""
     parents = (graph.nodes.get(sha) for _, sha in graph.parents(node.sha256))
     before = next((p for p in parents if p is not None and p.manifest.kind == node.manifest.kind), None)
-    return before and (before, changed(flatten(before.manifest.config), flatten(node.manifest.config)))
+    if before is None:
+        return None
+    return before, changed(flatten(before.manifest.config), flatten(node.manifest.config))
 
 
 def _is_evaluated(node: Node) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -269,9 +269,14 @@ def new_private_key() -> bytes:
     )
 
 
+def public_key(signer: Signer) -> SSlibKey:
+    """The public key of a signer of `load_signer`."""
+    return cast("SSlibKey", signer.public_key)
+
+
 def public_half(private: bytes) -> bytes:
     """The public half of a key, in PEM; errors and `private` are those of `load_signer`."""
-    return TrustedKey(load_signer(private).public_key).pem
+    return TrustedKey(public_key(load_signer(private))).pem
 
 
 def _public(key: ec.EllipticCurvePublicKey) -> SSlibKey:

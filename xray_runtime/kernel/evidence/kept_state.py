@@ -46,18 +46,18 @@ DIGEST = 64
 
 
 class KeptState(EvidenceModel):
-    """What a kept state is of; the statement's subject is the state itself."""
+    """Which part of which log a kept state covers; the statement's subject is the state itself."""
 
     code: Sha256
-    """Of the code that folded the entries."""
+    """The digest of the code that folded the entries."""
     keys: dict[Sha256, str | None]
     """Every key that was trusted, and until when."""
     head: str
-    """Of the log (`view.Head`)."""
+    """The log's (`view.Head`)."""
     offset: int
     """Bytes of the log up to there."""
     last_bytes: int
-    """Of its last line."""
+    """Its last line's."""
     signer: str
     """The key that signed it."""
     retired: list[str]

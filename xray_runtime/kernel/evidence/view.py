@@ -39,7 +39,7 @@ class SignedEntry(BaseModel):
     names_files: ClassVar[bool] = True
     """Whether the subjects of its line are files below the output directory."""
     folds_into: ClassVar[FoldsInto] = None
-    """What `fold` changes: fields of `LogView`; or `states` too, for which it reads nothing of the view but heads and
+    """Whether `fold` changes fields of `LogView`, or `states` too, for which it reads nothing of the view but heads and
     decisions. None, not known: the state of a log with such an entry is not kept (`kept_state`)."""
     previous: Sha256 = START
     """sha256 of the line before; set as the entry is written."""

@@ -71,7 +71,7 @@ def num_parameters(directory: Path) -> int | None:
 
 
 def flops_a_token(directory: Path) -> float:
-    """Of an update of a model; 0 where its weights cannot be read."""
+    """Floating-point operations that an update takes a token; 0 where the model's weights cannot be read."""
     base = base_of(directory)
     if base is None:
         return FLOPS_A_TOKEN * (num_parameters(directory) or 0)

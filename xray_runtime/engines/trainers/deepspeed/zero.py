@@ -78,8 +78,7 @@ class ZeroEngine(Scorer):
             "steps_per_print": 2**31,
             **mixed_precision(layout),
         }
-        mixed = layout.precision != "float32"
-        dtype = getattr(torch, layout.precision)
+        mixed, dtype = layout.precision != "float32", getattr(torch, layout.precision)
         load_shard(module, weights, device, dtype, ZeroPartition(config, dtype) if self.stage == 3 else None)
         if self.stage == 3:
             _gather_for_norms(module)
