@@ -38,7 +38,7 @@ from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.trust import keys
 from xray_runtime.trust.keys import keep_log_state, rotate, trusted_keys, trusted_view
 from xray_runtime.trust.log import append, sign_line
-from xray_runtime.trust.signing import make_key, signing_key
+from xray_runtime.trust.signing import make_key, public_bytes, signing_key
 
 __all__ = ["parsed"]
 """The fixture of the neighbour."""
@@ -268,6 +268,21 @@ def test_a_key_of_somebody_else_signs_no_state(tmp_path: Path, parsed: list[int]
         parsed.clear()
         assert read(tmp_path).head.entries == 5
         assert 1 in parsed
+
+
+def test_a_key_of_somebody_who_is_trusted_signs_no_state(tmp_path: Path) -> None:
+    """It may sign checkpoints that were brought here, but what the log says is the directory's own to say."""
+    aged(tmp_path, 5)
+    thief = tmp_path / "thief.pem"
+    make_key(thief)
+    thief.with_suffix(".pub").write_bytes(public_bytes(thief))
+    keys.trust(tmp_path, thief.with_suffix(".pub"))
+    forged = LogTail(tmp_path / LOG, Verifier(trusted_keys(tmp_path)))
+    forged.view().files.clear()
+    forged.keep(thief.read_bytes(), 1)
+    new_process()
+    assert len(trusted_view(tmp_path).files) == 5
+    assert trusted_view(tmp_path) == folded(tmp_path)
 
 
 def test_an_audit_reads_every_line_whatever_was_kept(tmp_path: Path) -> None:

@@ -108,12 +108,14 @@ def with_line(again: Again, line: Line, view: LogView, text: bytes) -> Again:
     return (*again, KeptLine(line.number, len(view.decisions), text.decode()))
 
 
-def read_state(path: Path, verifier: Verifier, *, same_keys: bool) -> FoldedLines | None:
+def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines | None:
     """The state that is kept beside the log `path`; None without one that can be used.
 
     Args:
-        verifier: has the keys that may have signed it.
-        same_keys: whether it must have been made by a process that trusted the same keys.
+        own: has the directory's key, which alone signs states: the holder of another that is trusted can append a line,
+            which an audit reads, but must not replace what the lines say.
+        like: it must have been made by a process that trusted these keys, and the directory's be one of them that
+            signs today; None: whatever that trusted.
     """
     path = path.with_name(STATE)
     try:
@@ -121,11 +123,13 @@ def read_state(path: Path, verifier: Verifier, *, same_keys: bool) -> FoldedLine
             return None
         statement, _, body = read_bounded(path, MAX_BYTES).partition(b"\n")
         envelope = read_envelope(statement)
-        # Without a time, the signature of a retired key does not count.
-        verifier.check(envelope)
+        own.check(envelope)
+        if like is not None:
+            # Without a time, the signature of a retired key does not count.
+            like.check(envelope)
         record = read_record(envelope, KeptStateRecord)
         kept, sha256 = record.predicate, hashlib.sha256(body).hexdigest()
-        if record.files != {STATE: sha256} or kept.code != _code() or (same_keys and kept.keys != verifier.keys):
+        if record.files != {STATE: sha256} or kept.code != _code() or (like is not None and kept.keys != like.keys):
             return None
         view, again = _parsed(sha256, body)
         head = Head.parse(kept.head)

@@ -98,12 +98,11 @@ class LogTail:
 
     def _begin(self, file: BinaryIO, size: int) -> None:
         """Begin with the state that was kept beside the log, if the log still has the line in which it ends."""
-        own = self._path.parent / PUBLIC_KEY
         try:
-            verifier = self._verifier or Verifier([TrustedKey(load_public(read_bounded(own)))])
+            own = Verifier([TrustedKey(load_public(read_bounded(self._path.parent / PUBLIC_KEY)))])
         except (OSError, ValueError):
             return
-        kept = read_state(self._path, verifier, same_keys=self._verifier is not None)
+        kept = read_state(self._path, own, self._verifier)
         if kept is not None and kept.offset <= size and self._has(file, kept):
             self._restart(kept)
 
