@@ -179,6 +179,15 @@ def test_an_answer_that_is_no_signature_is_refused(
         thread.join()
 
 
+@pytest.mark.parametrize("answer", [b"", b"\0\0\0\1", b"\0\0\0\1\0\0\0\x09key"])
+def test_an_answer_that_is_no_list_of_keys_is_refused(
+    answer: bytes, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ask", lambda *_: answer)
+    with pytest.raises(ConfigError, match=r"run\.pub: the SSH agent at .* answers with what is no list of keys"):
+        evidence().prepare(output, None)
+
+
 def test_a_signature_by_another_key_is_refused(
     output: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:

@@ -18,6 +18,7 @@ from tests.unit.trust.commands import xray
 from tests.unit.trust.replayed import SURER, Published, SavingModel
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.engines.states import Reader, write
+from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST
@@ -32,7 +33,7 @@ from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.published_log import publish_log, require_published
 from xray_runtime.trust.replay import Replay
 from xray_runtime.trust.replayable import replayable
-from xray_runtime.trust.signing import make_key, public_bytes
+from xray_runtime.trust.signing import KEY_VARIABLE, make_key, public_bytes
 
 ONE = Piece.of((1,))
 PARTS = ["replies", "log-probabilities", "rewards", "advantages", "loss", "gradient", "weights after"]
@@ -222,6 +223,11 @@ def test_the_key_may_be_named(published: Published, bundle: Path, tmp_path: Path
     foreign = pytest.raises(BundleProblem, match=r"^iteration.json: it was signed with another key")
     with foreign, open_iteration(bundle, tmp_path / "other.pub"):
         pass
+    # What is no key says nothing about the bundle.
+    said = xray("replay", bundle, "--public-key", tmp_path / "other.pem")
+    assert said.exit_code == 2
+    assert "error: --public-key: " in said.output
+    assert "other.pem: not a public key in PEM" in said.output
 
 
 def test_other_rewards_are_named(
@@ -291,6 +297,16 @@ def test_bad_input_is_refused_before_anything_is_computed(published: Published, 
         said = xray("replay", *given)
         assert said.exit_code == 2
         assert line in said.output
+
+
+def test_a_bundle_that_an_agent_could_not_sign_is_not_begun(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, str(published.output / "keys" / "signing.pub"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with pytest.raises(ConfigError, match="SSH_AUTH_SOCK is not set: no SSH agent can sign"):
+        packed(published, tmp_path / "b.tar", 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_log_in_a_bundle_must_publish_the_stage(published: Published, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from xray.cli.options import AsJson, Output, PublicKey, Tracking
 from xray.cli.replaying import Modules, changes, identity_now, opened, scratch_directory, show_changes, summary
 from xray.flows.subject import import_modules
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.terminal import print_table
 
 PANEL = "Evidence"
@@ -71,9 +72,15 @@ def _replay_bundle(path: Path, public: Path | None, console: Console, as_json: b
     from xray_runtime.trust.bundle import UNKNOWN_KEY
     from xray_runtime.trust.iteration.bundle import BundleProblem, open_iteration
     from xray_runtime.trust.iteration.replay import replay_iteration, without_sampler
+    from xray_runtime.trust.signing import read_public
 
-    if public is not None and not public.is_file():
-        raise ConfigError(f"--public-key: {str(public)!r} is not a file")
+    if public is not None:
+        if not public.is_file():
+            raise ConfigError(f"--public-key: {str(public)!r} is not a file")
+        try:
+            read_public(public)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--public-key: {first_line(error)}") from None
     try:
         with open_iteration(path, public) as bundle, scratch_directory(None) as scratch:
             stage, now = bundle.stage, identity_now(bundle.stage, scratch)

@@ -58,9 +58,13 @@ class AgentSigner(Signer):
     def require(self) -> None:
         """Raises AgentError unless the agent has the key."""
         answer = io.BytesIO(_ask(LIST, b"", KEYS))
-        [count] = struct.unpack(">I", answer.read(4))
-        # Each key has a comment behind it.
-        if self._blob not in [(_read(answer), _read(answer))[0] for _ in range(count)]:
+        try:
+            [count] = struct.unpack(">I", answer.read(4))
+            # Each key has a comment behind it.
+            held = [(_read(answer), _read(answer))[0] for _ in range(count)]
+        except struct.error:
+            raise AgentError(f"{_place()} answers with what is no list of keys") from None
+        if self._blob not in held:
             raise AgentError(f"{_place()} does not have the key {self._key.keyid[:12]}: `ssh-add` it")
 
     def sign(self, payload: bytes) -> Signature:

@@ -51,7 +51,7 @@ from xray_runtime.trust.iteration.updates import Update
 from xray_runtime.trust.keys import RETIRED, TRUSTED, retirement_files, root_keys, trusted_keys
 from xray_runtime.trust.published_log import SOURCE, publish_log, require_published
 from xray_runtime.trust.replayable import Replayable, replayable
-from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, signing_key
+from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, require_agent, signing_key
 
 RECORD, SNAPSHOT = "iteration.json", "snapshot"
 
@@ -97,9 +97,10 @@ def is_iteration(path: Path) -> bool:
 
 
 def require_key(store: LineageStore) -> None:
-    """Raises ConfigError where there is no key to sign a bundle with."""
+    """Raises ConfigError where there is no key to sign a bundle with, or its agent does not have it."""
     if not has_signing_key(store.output):
         raise ConfigError(f"BUNDLE: must be signed, but {store.output} has no private key: set {KEY_VARIABLE}")
+    require_agent(signing_key(store.output))
 
 
 def write_bundle(store: LineageStore, stage: Replayable, record: Iteration, made: Path, path: Path) -> None:
