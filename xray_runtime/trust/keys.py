@@ -93,8 +93,8 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     if new_key is None and os.environ.get(KEY_VARIABLE):
         raise ConfigError(f"--new-key: is required where {KEY_VARIABLE} names the key that signs")
     private = new_key or keys / NEXT
-    there = private.exists() and public_key(output).exists()
-    taken_over = there and public_bytes(private) == public_key(output).read_bytes()
+    new = public_bytes(private, KEY_VARIABLE if new_key is None else "--new-key") if private.exists() else None
+    taken_over = public_key(output).exists() and new == public_key(output).read_bytes()
     if taken_over and new_key is not None:
         raise ConfigError(f"--new-key: {str(new_key)!r} already is the signing key")
     if not taken_over:

@@ -7,6 +7,7 @@ https://c2sp.org/tlog-tiles. Complete subtrees are kept, so a root or a proof ta
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterable, Sequence
 
 TILE = 256
@@ -123,16 +124,19 @@ def read_entries(size: int, read: Callable[[str], bytes]) -> list[bytes]:
     """The leaves of a tree of `size` from its tiles of entries; `read`: the content of a path. Raises ValueError where
     a tile is not one of those."""
     leaves: list[bytes] = []
-    for name in _tiles("entries", [b""] * size):
-        content = read(name)
-        while content:
-            length = int.from_bytes(content[:2])
-            if not length or len(content) < 2 + length:
+    # One by one: a size that somebody made up ends at the first tile that is not there.
+    for start in range(0, size, TILE):
+        count = min(TILE, size - start)
+        name = _tile("entries", start, count)
+        content = io.BytesIO(read(name))
+        for _ in range(count):
+            length = int.from_bytes(content.read(2))
+            leaf = content.read(length)
+            if not length or len(leaf) < length:
                 raise ValueError(f"{name} is damaged")
-            leaves.append(content[2 : 2 + length])
-            content = content[2 + length :]
-    if len(leaves) != size:
-        raise ValueError(f"there are {len(leaves)} entries, not {size}")
+            leaves.append(leaf)
+        if content.read(1):
+            raise ValueError(f"{name} has more than {count} entries")
     return leaves
 
 
@@ -140,9 +144,14 @@ def _tiles(level: str, parts: Sequence[bytes]) -> dict[str, bytes]:
     found = dict[str, bytes]()
     for start in range(0, len(parts), TILE):
         content = parts[start : start + TILE]
-        partial = "" if len(content) == TILE else f".p/{len(content)}"
-        found[f"tile/{level}/{_number(start // TILE)}{partial}"] = b"".join(content)
+        found[_tile(level, start, len(content))] = b"".join(content)
     return found
+
+
+def _tile(level: str, start: int, count: int) -> str:
+    """The path of the tile with `count` hashes or entries from `start`."""
+    partial = "" if count == TILE else f".p/{count}"
+    return f"tile/{level}/{_number(start // TILE)}{partial}"
 
 
 def _number(number: int) -> str:

@@ -89,6 +89,10 @@ def test_a_key_kept_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Lifecycle(output).whole()
     with pytest.raises(ConfigError, match="--new-key: is required"):
         rotated(output)
+    (tmp_path / "none.pem").write_text("none")
+    for directory in (output, tmp_path / "without a key"):
+        with pytest.raises(ConfigError, match=r"^--new-key: .*none\.pem' cannot be used: must be an ECDSA key"):
+            rotated(directory, new_key=tmp_path / "none.pem")
     rotated(output, new_key=tmp_path / "new.pem")
     with pytest.raises(ConfigError, match="is not the key"):
         signing_key(output)

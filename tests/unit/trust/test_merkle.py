@@ -24,7 +24,7 @@ from xray_runtime.kernel.evidence.envelope import (
     new_private_key,
     public_half,
 )
-from xray_runtime.trust.merkle import MerkleTree, entry_tiles, is_consistent
+from xray_runtime.trust.merkle import MerkleTree, entry_tiles, is_consistent, read_entries
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey, cosign
 
 RFC = ["", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f"]
@@ -159,3 +159,19 @@ def test_what_is_no_checkpoint_is_refused(text: str) -> None:
 def test_what_is_no_key_of_a_witness_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="NAME\\+HASH\\+KEY"):
         WitnessKey.parse(text)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 512, 600])
+def test_entries_are_read_as_they_are_written(size: int) -> None:
+    files = entry_tiles(leaves(size))
+    assert read_entries(size, files.__getitem__) == leaves(size)
+    last = [*files][-1]
+    for content, problem in ((files[last][:-1], "is damaged"), (files[last] + b"\0\1a", "has more than")):
+        with pytest.raises(ValueError, match=problem):
+            read_entries(size, (files | {last: content}).__getitem__)
+
+
+def test_a_size_that_is_made_up_is_not_believed() -> None:
+    files = entry_tiles(leaves(300))
+    with pytest.raises(KeyError, match="tile/entries/001"):
+        read_entries(10**30, files.__getitem__)

@@ -51,7 +51,7 @@ def rotate(
     note: Annotated[str, typer.Option(help="Your reason; it is recorded with the change.")],
     by: By = None,
     new_key: Annotated[
-        Path | None, typer.Option(help="PEM file of the new key, if kept elsewhere; it is created if missing.")
+        Path | None, typer.Option(help="File of the new key, if kept elsewhere; it is created if missing.")
     ] = None,
 ) -> None:
     """Sign with a new key from now on; earlier signatures stay valid.

@@ -118,12 +118,15 @@ def write_bundle(store: LineageStore, stage: Replayable, record: Iteration, made
     statement = IterationRecord.of(record, {name: file_sha256(file) for name, file in members.items()})
     (made / RECORD).write_bytes(sign(statement, signing_key(store.output).read_bytes()))
     temporary = path.with_name(f"{path.name}.writing")
-    # Without headers of its own before a member: the first is what `is_iteration` reads.
-    with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as archive:
-        for name, file in {RECORD: made / RECORD, **members}.items():
-            archive.add(file, name, recursive=False)
-    sync(temporary)
-    os.replace(temporary, path)
+    try:
+        # Without headers of its own before a member: the first is what `is_iteration` reads.
+        with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as archive:
+            for name, file in {RECORD: made / RECORD, **members}.items():
+                archive.add(file, name, recursive=False)
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.absolute().parent)
 
 
