@@ -6,7 +6,7 @@ A process that has checked the signature of every line keeps it. Another one tha
 and reads the lines after it. Both must fold entries by the same code. As within a process, the digest of the last line
 stands for all lines before it: an edit of an earlier line leaves the state that was checked, and an audit, which reads
 every line and never this file, finds the edit. An older state in its place only makes a process read more. Nobody can
-write one without the private key.
+write one without the directory's private key.
 """
 
 from __future__ import annotations

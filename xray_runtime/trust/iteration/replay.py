@@ -43,6 +43,8 @@ ADVANTAGES = ("advantages", "weights")
 TRAINED = "times_trained"
 ROW = "row"
 HASHED = ("_hash", "_mean")
+AFTER = "weights after"
+"""The last part of every comparison that reached the update."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class IterationReplay:
     @property
     def is_same(self) -> bool:
         """Whether nothing differs, and the update was compared."""
-        return bool(self.parts) and all(part.verdict != "DIFFERENT" for part in self.parts)
+        return AFTER in {part.name for part in self.parts} and all(part.verdict != "DIFFERENT" for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         return {"same": self.is_same, "iteration": self.iteration, "parts": [asdict(part) for part in self.parts]}
@@ -220,7 +222,7 @@ class _Recorder(Recomputation):
         return [
             _part("loss", differing_steps(then, now, norms=False)),
             _part("gradient", gradient or differing(then.moments, now.moments, "optimizer state")),
-            _part("weights after", differing(then.weights, now.weights, "weights")),
+            _part(AFTER, differing(then.weights, now.weights, "weights")),
         ]
 
 
