@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MOST_WHOLE = 8192
 """Tokens of the largest vocabulary that is compared whole."""
+MOST_UNREAD = 16
+"""From so many replies on, of which it read none, a teacher of another vocabulary is refused. Fewer say little: a reply
+may be cut within a character."""
 
 
 class TeacherPrompts:
@@ -40,6 +43,8 @@ class TeacherPrompts:
 
     def __init__(self, where: str, teacher: Path, tokenizer: Tokenizer, *, reads_texts: bool = False) -> None:
         self._where, self._tokenizer, self._own = where, load_tokenizer(teacher), tokenizer
+        self._unread = 0
+        """Replies since the last that it read."""
         self.has_other_tokens = self._tokenizer.get_vocab() != tokenizer.get_vocab()
         if self.has_other_tokens and not reads_texts:
             raise ValueError(
@@ -61,9 +66,10 @@ class TeacherPrompts:
         for ids, its in zip(replies, replies_to(self._tokenizer, prompts, texts), strict=True):
             num_ends = int(ids[-1] in own_ends)
             found.append(aligned(self._own, ids, self._tokenizer, its if num_ends else its[:-1], num_ends=num_ends))
-        if not any(found):
+        self._unread = 0 if any(found) else self._unread + len(found)
+        if self._unread >= MOST_UNREAD:
             raise ValueError(
-                f"{self._where}: its tokenizer is not allowed: it reads none of {len(replies)} replies as the policy's "
+                f"{self._where}: its tokenizer is not allowed: it reads none of {self._unread} replies as the policy's "
                 f"text, such as {texts[0][:40]!r}"
             )
         if lost := sum(each is None for each in found):
