@@ -51,7 +51,8 @@ class TeacherPrompts:
                 f"{where}: its tokenizer is not allowed: its vocabulary of {len(self._tokenizer):,} tokens is not the "
                 f"policy's of {len(tokenizer):,}, whose tokens it would score"
             )
-        self.same_template = self.has_other_tokens or self._tokenizer.chat_template == tokenizer.chat_template
+        has_other_template = self._tokenizer.chat_template != tokenizer.chat_template
+        self.same_template = not self.has_other_tokens and not has_other_template
 
     def rows(self, prompts: Sequence[Messages], rows: TextBatch) -> tuple[TextBatch, list[Aligned | None]]:
         """The student's `rows` in the tokens of another vocabulary, with what aligns each reply; a reply of which the
@@ -60,6 +61,7 @@ class TeacherPrompts:
             {chat_format(self._own).end_of_turn, self._own.eos_token_id},
             chat_format(self._tokenizer).end_of_turn,
         )
+        asked = self._encoded(prompts)
         replies = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
         texts = decode_replies(self._own, replies)
         found: list[Aligned | None] = []
@@ -77,14 +79,17 @@ class TeacherPrompts:
                 "%s: it says nothing of %d of %d replies, whose text it does not read", self._where, lost, len(found)
             )
         read = [[end] if each is None else each.ids for each in found]
-        return TextBatch.of(encode_prompts(self._tokenizer, prompts), read), found
+        return TextBatch.of(asked, read), found
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
-        """Raises ValueError if it reads one of the prompts, messages with the student's tokens, as other tokens."""
+        """Raises ValueError if it cannot read one of the prompts, messages with the student's tokens, or, of the same
+        vocabulary, reads one as other tokens."""
         if self.same_template:
             return
         given = list(prompts)
-        found = encode_prompts(self._tokenizer, [messages for messages, _ in given])
+        found = self._encoded([messages for messages, _ in given])
+        if self.has_other_tokens:
+            return
         for (messages, own), its in zip(given, found, strict=True):
             if list(own) != list(its):
                 at = next(
@@ -95,6 +100,12 @@ class TeacherPrompts:
                     f"{str(messages[-1]['content'])[:40]!r} as other tokens than the policy from token {at} on; give "
                     "both the same template"
                 )
+
+    def _encoded(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        try:
+            return encode_prompts(self._tokenizer, prompts)
+        except ValueError as error:  # such as a picture, of which it reads none
+            raise ValueError(f"{self._where}: cannot read a prompt: {error}") from error
 
 
 def compared_tokens(stage: str, policy: Path, beta: float | None, top_k: int | None) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from xray_runtime.algorithms.losses import PolicyLossInputs
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.pictures import PLACEHOLDER
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import CHATML, train_tokenizer
 from xray_runtime.kernel.config.validation import ConfigError
@@ -277,6 +278,18 @@ def test_replies_that_it_reads_as_other_text_are_left_out(
     monkeypatch.setattr(teacher_prompts, "MOST_UNREAD", 8)
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "none", {"coef": 2.0}, iterations=2)
+
+
+def test_a_prompt_that_it_cannot_read_is_refused_before_anything_is_computed(
+    tmp_path: Path, message_texts: Messages
+) -> None:
+    inputs = make(tmp_path, corpus=OTHER_WORDS)
+    picture = {"sha256": "ab" * 32, "width": 8, "height": 8}
+    prompt = [{"role": "user", "content": PLACEHOLDER, "pictures": [picture]}]
+    own = load_tokenizer(inputs.policy.path)
+    teacher = teacher_prompts.TeacherPrompts("ppo.teacher.0", inputs.teacher[0].path, own, reads_texts=True)
+    with message_texts.raises(ValueError):
+        teacher.check([(prompt, [1])])
 
 
 def test_a_template_of_other_words_and_the_same_tokens_is_allowed(tmp_path: Path) -> None:
