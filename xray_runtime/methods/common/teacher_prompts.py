@@ -61,7 +61,7 @@ class TeacherPrompts:
             {chat_format(self._own).end_of_turn, self._own.eos_token_id},
             chat_format(self._tokenizer).end_of_turn,
         )
-        asked = self._encoded(prompts)
+        encoded = self._encoded(prompts)
         replies = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
         texts = decode_replies(self._own, replies)
         found: list[Aligned | None] = []
@@ -79,7 +79,7 @@ class TeacherPrompts:
                 "%s: it says nothing of %d of %d replies, whose text it does not read", self._where, lost, len(found)
             )
         read = [[end] if each is None else each.ids for each in found]
-        return TextBatch.of(asked, read), found
+        return TextBatch.of(encoded, read), found
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
         """Raises ValueError if it cannot read one of the prompts, messages with the student's tokens, or, of the same
