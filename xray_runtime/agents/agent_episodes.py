@@ -114,21 +114,10 @@ class AgentEpisodes:
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
         return [
             Planned(
-                f"{batch.purpose}-{batch.number}-{row}",
-                batch.name,
-                row,
-                {"seed": seed} | self._task(task),
-                seed,
-                ids,
-                batch.keep,
+                f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
             )
             for row, task, seed, ids in batch.starts(self._stage)
         ]
-
-    def _task(self, task: dict[str, Any]) -> dict[str, Any]:
-        if self._pictures is None:
-            return task
-        return task | {"messages": [self._pictures.in_task(message) for message in task["messages"]]}
 
     def rollout(self, planned: Sequence[Planned], played: Sequence[Played], version: int) -> Rollout:
         rollout = rollout_of_records(planned, played, self._format.end_of_turn, version)
@@ -256,8 +245,9 @@ class AgentEpisodes:
             self._pictures,
         )
         episode = AgentEpisode(name, policy, self._limits, known, changed.set)
+        task = self._shown(planned.task)
         self._gateway.open(episode)
-        run = self._open_runner().start(planned.task, Address(self._gateway.url(episode), episode.secret))
+        run = self._open_runner().start(task, Address(self._gateway.url(episode), episode.secret))
         run.outcome.add_done_callback(lambda _: changed.set())
         place = planned.rollout, planned.row
         while not changed.wait(POLL_S) and self._gateway.sampler.failure is None and place not in self._dropped:
@@ -272,6 +262,12 @@ class AgentEpisodes:
         if self._is_closed or place in self._dropped:
             raise RuntimeError(f"{self._stage.name}: {name} was given up")
         return episode, outcome
+
+    def _shown(self, task: dict[str, Any]) -> dict[str, Any]:
+        """A task as its agent gets it. Pictures are encoded late: a replay needs none, and a rollout holds many."""
+        if self._pictures is None:
+            return task
+        return task | {"messages": [self._pictures.in_task(message) for message in task["messages"]]}
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[PolicyCall]) -> None:
         episode = f"{planned.rollout}/{name}"

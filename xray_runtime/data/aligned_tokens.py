@@ -40,10 +40,13 @@ class Aligned(NamedTuple):
 def aligned(
     own: Tokenizer, own_ids: Sequence[int], other: Tokenizer, other_ids: Sequence[int], *, num_ends: int
 ) -> Aligned | None:
-    """The chunks of a reply whose last `num_ends` tokens end the turn in both; None: they are not the same text."""
+    """The chunks of a reply whose last `num_ends` tokens end the turn in both; None: they are not the same text, or it
+    has U+FFFD, which stands for bytes that are no character, and would be read as the character itself."""
     texts = len(own_ids) - num_ends, len(other_ids) - num_ends
     (text, own_ends), (its_text, ends) = _ends(own, own_ids[: texts[0]]), _ends(other, other_ids[: texts[1]])
-    if text != its_text or (min(texts) and (own_ends[-1] < 0 or ends[-1] < 0)) or bool(texts[0]) != bool(texts[1]):
+    if text != its_text or "\ufffd" in text or bool(texts[0]) != bool(texts[1]):
+        return None
+    if min(texts) and (own_ends[-1] < 0 or ends[-1] < 0):
         return None
     common = np.intersect1d(own_ends[own_ends >= 0], ends[ends >= 0])
     return Aligned(list(other_ids), _chunks(own_ends, common, num_ends), _chunks(ends, common, num_ends))

@@ -269,10 +269,12 @@ def by_row(flat: Tensor, rows: Texts) -> list[Tensor]:
 
 
 def reply_sums(flat: Tensor, rows: Texts) -> Tensor:
-    """Sums [B] of the values of each row's response tokens [R], in one operation for all rows."""
+    """Sums [B] of the values of each row's response tokens [R], in one operation for all rows; in float64, since it
+    adds them one after another."""
     counts = rows.input_ids.lengths - rows.prompt_lengths
     of_row = torch.arange(len(counts), device=flat.device).repeat_interleave(counts, output_size=len(flat))
-    return flat.new_zeros(len(counts)).index_add(0, of_row, flat)
+    sums = flat.new_zeros(len(counts), dtype=torch.float64).index_add(0, of_row, flat.double())
+    return sums.to(flat.dtype)
 
 
 class CrossEntropy(Component[Forward[Texts]]):

@@ -69,3 +69,11 @@ def test_what_is_not_the_same_text_is_not_aligned(extra: list[int]) -> None:
     assert aligned(BYTES, [*text, *extra], WORDS, ids(WORDS, "hello"), num_ends=0) is None
     assert aligned(BYTES, text, WORDS, ids(WORDS, "hello there"), num_ends=0) is None
     assert aligned(BYTES, [], WORDS, ids(WORDS, "hello"), num_ends=0) is None
+
+
+def test_bytes_that_are_no_character_are_not_the_one_that_shows_them() -> None:
+    whole = ids(BYTES, "hello there")
+    broken = [*whole[:5], WORDS.get_vocab()["Ã"], *whole[5:]]
+    text = BYTES.decode(broken)
+    assert text == "hello\ufffd there"
+    assert aligned(BYTES, broken, WORDS, ids(WORDS, text), num_ends=0) is None

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MOST_WHOLE = 8192
 """Tokens of the largest vocabulary that is compared whole."""
+MOST_UNREAD = 16
+"""From so many replies on, of which it read none, a teacher of another vocabulary is refused. Fewer say little: a reply
+may be cut within a character."""
 
 
 class TeacherPrompts:
@@ -40,13 +43,16 @@ class TeacherPrompts:
 
     def __init__(self, where: str, teacher: Path, tokenizer: Tokenizer, *, reads_texts: bool = False) -> None:
         self._where, self._tokenizer, self._own = where, load_tokenizer(teacher), tokenizer
+        self._unread = 0
+        """Replies since the last that it read."""
         self.has_other_tokens = self._tokenizer.get_vocab() != tokenizer.get_vocab()
         if self.has_other_tokens and not reads_texts:
             raise ValueError(
                 f"{where}: its tokenizer is not allowed: its vocabulary of {len(self._tokenizer):,} tokens is not the "
                 f"policy's of {len(tokenizer):,}, whose tokens it would score"
             )
-        self.same_template = self.has_other_tokens or self._tokenizer.chat_template == tokenizer.chat_template
+        has_other_template = self._tokenizer.chat_template != tokenizer.chat_template
+        self.same_template = not self.has_other_tokens and not has_other_template
 
     def rows(self, prompts: Sequence[Messages], rows: TextBatch) -> tuple[TextBatch, list[Aligned | None]]:
         """The student's `rows` in the tokens of another vocabulary, with what aligns each reply; a reply of which the
@@ -55,15 +61,17 @@ class TeacherPrompts:
             {chat_format(self._own).end_of_turn, self._own.eos_token_id},
             chat_format(self._tokenizer).end_of_turn,
         )
+        encoded = self._encoded(prompts)
         replies = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
         texts = decode_replies(self._own, replies)
         found: list[Aligned | None] = []
         for ids, its in zip(replies, replies_to(self._tokenizer, prompts, texts), strict=True):
             num_ends = int(ids[-1] in own_ends)
             found.append(aligned(self._own, ids, self._tokenizer, its if num_ends else its[:-1], num_ends=num_ends))
-        if not any(found):
+        self._unread = 0 if any(found) else self._unread + len(found)
+        if self._unread >= MOST_UNREAD:
             raise ValueError(
-                f"{self._where}: its tokenizer is not allowed: it reads none of {len(replies)} replies as the policy's "
+                f"{self._where}: its tokenizer is not allowed: it reads none of {self._unread} replies as the policy's "
                 f"text, such as {texts[0][:40]!r}"
             )
         if lost := sum(each is None for each in found):
@@ -71,14 +79,17 @@ class TeacherPrompts:
                 "%s: it says nothing of %d of %d replies, whose text it does not read", self._where, lost, len(found)
             )
         read = [[end] if each is None else each.ids for each in found]
-        return TextBatch.of(encode_prompts(self._tokenizer, prompts), read), found
+        return TextBatch.of(encoded, read), found
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
-        """Raises ValueError if it reads one of the prompts, messages with the student's tokens, as other tokens."""
+        """Raises ValueError if it cannot read one of the prompts, messages with the student's tokens, or, of the same
+        vocabulary, reads one as other tokens."""
         if self.same_template:
             return
         given = list(prompts)
-        found = encode_prompts(self._tokenizer, [messages for messages, _ in given])
+        found = self._encoded([messages for messages, _ in given])
+        if self.has_other_tokens:
+            return
         for (messages, own), its in zip(given, found, strict=True):
             if list(own) != list(its):
                 at = next(
@@ -89,6 +100,12 @@ class TeacherPrompts:
                     f"{str(messages[-1]['content'])[:40]!r} as other tokens than the policy from token {at} on; give "
                     "both the same template"
                 )
+
+    def _encoded(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        try:
+            return encode_prompts(self._tokenizer, prompts)
+        except ValueError as error:  # such as a picture, of which it reads none
+            raise ValueError(f"{self._where}: cannot read a prompt: {error}") from error
 
 
 def compared_tokens(stage: str, policy: Path, beta: float | None, top_k: int | None) -> tuple[int, int]:

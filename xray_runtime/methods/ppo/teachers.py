@@ -128,10 +128,10 @@ class Teachers:
         for role, at in places.items():
             reader, of_teacher = self._readers.get(role), rows.take(at)
             found.append(None)
-            if reader is not None:
+            if reader is not None and reader.has_other_tokens:
+                of_teacher, found[-1] = reader.rows([prompts[i][0] for i in at], of_teacher)
+            elif reader is not None:
                 reader.check(prompts[i] for i in at)
-                if reader.has_other_tokens:
-                    of_teacher, found[-1] = reader.rows([prompts[i][0] for i in at], of_teacher)
             self._check_length(of_teacher)
             # Each rank needs a row, and a teacher of some rows may have few: they are repeated.
             count = max(len(at), self._stage.config.frozen.data_parallel)

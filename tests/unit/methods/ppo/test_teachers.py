@@ -29,11 +29,13 @@ from xray_runtime.algorithms.losses import PolicyLossInputs
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.data.pictures import PLACEHOLDER
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import CHATML, train_tokenizer
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Dataset, Model
 from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.methods.common import teacher_prompts
 from xray_runtime.methods.distill.config import DistillConfig
 from xray_runtime.methods.distill.kind import DISTILL
 from xray_runtime.methods.ppo.experience import build_experience
@@ -254,7 +256,7 @@ def test_a_teacher_of_another_vocabulary_reads_the_texts(tmp_path: Path) -> None
 def test_replies_that_it_reads_as_other_text_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
 ) -> None:
-    """Their last word is half of a character; where that is so in all of them, nothing would be taught."""
+    """Their last word is half of a character; where that is so in many and all, nothing would be taught."""
     inputs = make(tmp_path, corpus=OTHER_WORDS)
     broken = load_tokenizer(inputs.policy.path).get_vocab()["Ã"]  # byte-level BPE's name of the first byte of an ü
 
@@ -272,8 +274,22 @@ def test_replies_that_it_reads_as_other_text_are_left_out(
     for row in (0, 2):
         assert table["teacher_logprobs"].to_pylist()[row] == table["logprobs"].to_pylist()[row]
     half = {0, 1, 2, 3}
+    taught(inputs, tmp_path / "few", {"coef": 2.0})
+    monkeypatch.setattr(teacher_prompts, "MOST_UNREAD", 8)
     with message_texts.raises(ValueError):
-        taught(inputs, tmp_path / "none", {"coef": 2.0})
+        taught(inputs, tmp_path / "none", {"coef": 2.0}, iterations=2)
+
+
+def test_a_prompt_that_it_cannot_read_is_refused_before_anything_is_computed(
+    tmp_path: Path, message_texts: Messages
+) -> None:
+    inputs = make(tmp_path, corpus=OTHER_WORDS)
+    picture = {"sha256": "ab" * 32, "width": 8, "height": 8}
+    prompt = [{"role": "user", "content": PLACEHOLDER, "pictures": [picture]}]
+    own = load_tokenizer(inputs.policy.path)
+    teacher = teacher_prompts.TeacherPrompts("ppo.teacher.0", inputs.teacher[0].path, own, reads_texts=True)
+    with message_texts.raises(ValueError):
+        teacher.check([(prompt, [1])])
 
 
 def test_a_template_of_other_words_and_the_same_tokens_is_allowed(tmp_path: Path) -> None:
