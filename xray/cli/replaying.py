@@ -32,7 +32,7 @@ Modules = Annotated[
 ]
 
 
-PREFIX, LOCK = "replay-", ".lock"
+PREFIX, LOCK = "xray-replay-", ".lock"
 
 
 @contextlib.contextmanager
