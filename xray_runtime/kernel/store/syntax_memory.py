@@ -55,11 +55,12 @@ class SyntaxMemory:
             write_atomic(self._path, _digest(content) + b"\n" + content)
 
     def _read(self) -> dict[str, Any]:
-        """What `keep` wrote, if not a byte of it changed."""
-        with contextlib.suppress(OSError):
-            digest, _, content = self._path.read_bytes().partition(b"\n") if self._path is not None else (b"", b"", b"")
-            if digest == _digest(content):
-                return dict(json.loads(content))
+        """The entries that `keep` wrote; none if the file is damaged."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                digest, _, content = self._path.read_bytes().partition(b"\n")
+                if digest == _digest(content):
+                    return dict(json.loads(content))
         return {}
 
 
