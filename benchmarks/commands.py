@@ -1,4 +1,4 @@
-"""Processor time and modules of commands that only read: `python -m benchmarks.commands`.
+"""Processor time of commands that only read: `python -m benchmarks.commands`.
 
 The first call of each is not counted: it writes byte code, and remembers the syntax of files.
 """

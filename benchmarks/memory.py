@@ -74,7 +74,8 @@ class Peak:
         kinds: dict[str, Held] = defaultdict(Held)
         for process in processes:
             with contextlib.suppress(OSError, psutil.Error, ValueError):  # it ended
-                kinds[kind_of(process)].add(held(process.pid))
+                kind, one = kind_of(process), held(process.pid)
+                kinds[kind].add(one)
         total = sum(one.held for one in kinds.values())
         for kind, one in kinds.items():
             self.own[kind] = max(self.own[kind], one.held)
@@ -142,6 +143,8 @@ def main() -> None:
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, default=Path("runs/memory"))
     options = parser.parse_args()
+    if options.work == "grpo" and options.changes:
+        sys.exit("--set: not for grpo, which has no config")
     output = options.output.absolute() / options.work
     if output.exists():
         sys.exit(f"--output: {output} exists; remove it first: a stage in its store would not be measured")

@@ -114,7 +114,7 @@ def _declares_plugs(place: str, _state: int) -> bool:
     except OSError:  # an archive
         return True
     for name in names:
-        if name.endswith((".dist-info", ".egg-info")):
+        if name.endswith((".dist-info", ".egg-info", "EGG-INFO")):
             try:
                 with open(f"{place}/{name}/entry_points.txt", "rb") as file:
                     if GROUPS in file.read():

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast, get_args, get_origin
 
-from pydantic import TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter
 from typing_extensions import TypeVar
 
 from xray_runtime.kernel.config.section import Section, sections
@@ -313,10 +313,21 @@ def stage_kind(
     output: type[Artifact] = Artifact,
     **facts: Any,
 ) -> Callable[[Body], StageKind]:
-    """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
+    """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`.
+
+    Raises:
+        ConfigError: as `register`, or a field of the config has a type that no value can be checked against.
+    """
 
     def decorate(body: Body) -> StageKind:
         kind = StageKind(name=name, config=config, inputs=inputs, output=output, body=body, **facts)
+        for section in kind.sections:
+            try:
+                # Here, and not at the first call, which may come when other stages are computed.
+                section.model_rebuild(raise_errors=False)
+            except PydanticUserError as error:
+                cause = str(error).partition("\n")[0]
+                raise ConfigError(f"stage kind {name!r}: {section.__name__}: {cause}") from error
         return register(kind, body.__module__)
 
     return decorate

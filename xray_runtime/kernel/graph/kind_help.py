@@ -199,7 +199,8 @@ def field_help(section: type[BaseModel], link: Callable[[str], str] = str) -> It
 def meaning(section: type[BaseModel], field: str) -> str:
     """A field's description, inherited from a base section if the section only overrides the default."""
     classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
-    description = next((text for c in classes if (text := field_meaning(c, field))), "")
+    texts = (c.model_fields[field].description or field_meaning(c, field) for c in classes)
+    description = next(filter(None, texts), "")
     return " ".join(description.split())
 
 

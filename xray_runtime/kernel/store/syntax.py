@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from xray_runtime.kernel.store.digest_memory import FileState
 from xray_runtime.kernel.store.syntax_memory import syntax_memory
 
 IMPORTERS = ("import_module", "__import__")
@@ -71,14 +70,14 @@ def keep_syntax() -> None:
 
 @cache
 def _read(path: Path, version: tuple[int, int, int]) -> Syntax:
-    memory, state = syntax_memory(Path(__file__)), FileState.of(path)
-    if (known := memory.recall(state)) is not None:
+    source, memory = path.read_bytes(), syntax_memory(Path(__file__))
+    sha256 = hashlib.sha256(source).hexdigest()
+    if (known := memory.recall(path, sha256)) is not None:
         digest, imports, exports, uses, unreadable_line = known
         loaded = tuple(Import(module, tuple(names)) for module, names in imports)
         return Syntax(digest, loaded, tuple(exports), None if uses is None else tuple(uses), unreadable_line)
-    syntax = syntax_of(ast.parse(path.read_bytes()), str(path))
-    if FileState.of(path) == state:
-        memory.remember(state, [*vars(syntax).values()])
+    syntax = syntax_of(ast.parse(source), str(path))
+    memory.remember(path, sha256, [*vars(syntax).values()])
     return syntax
 
 

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -19,6 +20,7 @@ from xray_runtime.kernel.graph import artifacts, kind as kinds_module, kinds as 
 from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, Model, RewardModel
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.graph.kind import KINDS, Role, StageKind, config_of, register, stage_kind
+from xray_runtime.kernel.graph.kind_help import meaning
 from xray_runtime.kernel.graph.kinds import find_kind, import_kind
 from xray_runtime.methods.compare.kind import COMPARE
 from xray_runtime.methods.evaluate.kind import EVALUATE
@@ -186,6 +188,25 @@ def test_a_name_is_an_input_or_a_field() -> None:
     inputs = dataclasses.make_dataclass("Inputs", [("share", Model)])
     said = refused(lambda: stage_kind("mine", config=Fields, inputs=inputs)(body))
     assert said == "stage kind 'mine': 'share' is both an input and a field of its config"
+
+
+def test_a_field_that_cannot_be_checked_is_refused_before_any_stage_is_called() -> None:
+    class Wrong(Section):
+        lock: threading.Event
+
+    said = refused(lambda: stage_kind("mine", config=Wrong)(body))
+    assert said.startswith(
+        "stage kind 'mine': Wrong: Unable to generate pydantic-core schema for <class 'threading.Event'>."
+    )
+
+
+def test_help_shows_the_text_below_a_field_or_its_description() -> None:
+    class Told(Section):
+        below: int = 1
+        """Below it."""
+        beside: Annotated[int, Field(description="Beside it.")] = 2
+
+    assert (meaning(Told, "below"), meaning(Told, "beside")) == ("Below it.", "Beside it.")
 
 
 # Configs

@@ -1,19 +1,20 @@
-"""The syntax of files is remembered between processes, as long as nothing about them changes."""
+"""The syntax of files is remembered between processes, as long as their bytes are the same."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from xray_runtime.kernel.store import syntax_memory as module
-from xray_runtime.kernel.store.digest_memory import FileState
 from xray_runtime.kernel.store.syntax_memory import SyntaxMemory
 
 ROOT = Path(__file__).parents[4]
+KL = ROOT / "xray_runtime" / "algorithms" / "kl.py"
 FIELDS = ["aa", [["json", ["loads"]]], [], None, 7]
 DIGEST = """
 import ast
@@ -41,8 +42,23 @@ def test_another_process_parses_nothing_that_is_known(tmp_path: Path) -> None:
     first, parsed = digested(tmp_path)
     assert parsed > 0
     assert digested(tmp_path) == (first, 0)
+
+
+@pytest.mark.parametrize("damage", ["{ damaged", json.dumps({str(KL): 5}), "[" * 100_000, ""])
+def test_a_damaged_memory_is_not_read(tmp_path: Path, damage: str) -> None:
+    first = digested(tmp_path)
     (memory,) = (tmp_path / "xray").iterdir()
-    memory.write_text("{ damaged")
+    memory.write_text(damage)
+    assert digested(tmp_path) == first
+
+
+def test_one_changed_byte_damages_a_memory(tmp_path: Path) -> None:
+    first, parsed = digested(tmp_path)
+    (memory,) = (tmp_path / "xray").iterdir()
+    head, content = memory.read_text().split("\n")
+    digest = re.search("[0-9a-f]{64}", content.partition(str(KL))[2])
+    assert digest is not None
+    memory.write_text(f"{head}\n{content.replace(digest[0], '0' * 64)}")
     assert digested(tmp_path) == (first, parsed)
 
 
@@ -53,34 +69,48 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     assert list((tmp_path / "xray").iterdir()) == []
 
 
-def remembered(path: Path, memory: Path) -> None:
-    kept = SyntaxMemory(memory)
-    kept.remember(FileState.of(path), FIELDS)
-    kept.keep()
-
-
-def test_a_changed_file_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SETTLED_S", 0.0)
+def test_only_the_same_bytes_are_known(tmp_path: Path) -> None:
     path, memory = tmp_path / "code.py", tmp_path / "memory.json"
-    path.write_text("x = 1\n")
-    remembered(path, memory)
-    assert SyntaxMemory(memory).recall(FileState.of(path)) == FIELDS
-    times = path.stat()
-    path.write_text("x = 2\n")  # the same size, and its time set back
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert SyntaxMemory(memory).recall(FileState.of(path)) is None
+    path.touch()
+    kept = SyntaxMemory(memory)
+    kept.remember(path, "a" * 64, FIELDS)
+    kept.keep()
+    assert SyntaxMemory(memory).recall(path, "a" * 64) == FIELDS
+    assert SyntaxMemory(memory).recall(path, "b" * 64) is None
+    assert SyntaxMemory(memory).recall(tmp_path / "other.py", "a" * 64) is None
 
 
-def test_what_is_gone_or_changed_just_now_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_shows_where_times_do_not(tmp_path: Path) -> None:
+    """As in an image of a container, whose files all have one time."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from xray_runtime.kernel.store.syntax import keep_syntax, read_syntax
+real = os.stat
+times = {{"st_atime_ns": 1, "st_mtime_ns": 1, "st_ctime_ns": 1}}
+os.stat = lambda *a, **k: os.stat_result((*real(*a, **k)[:7], 0, 0, 0), times)
+print(read_syntax(Path({str(tmp_path / "code.py")!r})).digest)
+keep_syntax()
+"""
+    digests = set()
+    for text in ("x = 1\n", "x = 2\n"):
+        (tmp_path / "code.py").write_text(text)
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+        shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+        digests.add(shown.stdout)
+    assert len(digests) == 2
+
+
+def test_what_is_gone_is_not_kept(tmp_path: Path) -> None:
     path, other, memory = tmp_path / "code.py", tmp_path / "other.py", tmp_path / "memory.json"
-    path.write_text("x = 1\n")
-    remembered(path, memory)
-    assert SyntaxMemory(memory).recall(FileState.of(path)) is None
-    monkeypatch.setattr(module, "SETTLED_S", 0.0)
-    remembered(path, memory)
-    state = FileState.of(path)
+    path.touch()
+    kept = SyntaxMemory(memory)
+    kept.remember(path, "a" * 64, FIELDS)
+    kept.keep()
     path.unlink()
-    other.write_text("x = 1\n")
-    remembered(other, memory)
-    assert SyntaxMemory(memory).recall(state) is None
-    assert SyntaxMemory(memory).recall(FileState.of(other)) == FIELDS
+    other.touch()
+    kept = SyntaxMemory(memory)
+    kept.remember(other, "b" * 64, FIELDS)
+    kept.keep()
+    assert SyntaxMemory(memory).recall(path, "a" * 64) is None
+    assert SyntaxMemory(memory).recall(other, "b" * 64) == FIELDS
