@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.component.test_teachers import attempt
+from tests.component.distilling import attempt
 from xray.deployments.service import free_port
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.engines.generators.vllm.sampler import environment

@@ -67,6 +67,7 @@ ALLOWED = {
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
     ("xray_runtime/kernel/graph/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it",
     ("xray_runtime/kernel/graph/stage_identity.py", "importlib.import_module"): "a table that stands beside it",
+    ("xray_runtime/kernel/plugs.py", "importlib.import_module"): "a plug of this package, or of an installed one",
     (
         "xray_runtime/kernel/graph/kinds.py",
         "importlib.import_module",
@@ -95,6 +96,7 @@ ALLOWED = {
         "from_pretrained",
     ): "peft's, of local files: a config in JSON and safetensors",
     ("benchmarks/learning.py", "importlib.import_module"): "a lesson, whose file name begins with a digit",
+    ("benchmarks/cluster_sim/controller.py", "ray.cloudpickle"): "counts bytes, and reads none",
 }
 
 

@@ -48,6 +48,7 @@ class LimitedProcess:
         limits: name of a limit of `resource` → value.
         path: its module path; None: the standard library only.
         warm_up: a first question, so that imports do not count against the limit of a real one.
+        filters_itself: it limits the system calls of the programs that it starts, which an agent's filter would refuse.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class LimitedProcess:
         path: list[str] | None,
         warm_up: bytes,
         pass_fds: Sequence[int] = (),
+        *,
+        filters_itself: bool = False,
     ) -> None:
         self._directory, self._program, self._limits, self._path = directory, program, limits, path
-        self._warm_up, self._pass_fds = warm_up, pass_fds
+        self._warm_up, self._pass_fds, self._filters_itself = warm_up, pass_fds, filters_itself
         self._stack = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -89,7 +92,8 @@ class LimitedProcess:
         if confinement() == "bubblewrap":
             readable = [OURS, *map(Path, filter(os.path.isabs, self._path or []))]
             # The thread that starts it may end before.
-            command = confined(command, View(self._directory, readable, with_parent=False), "bubblewrap")
+            view = View(self._directory, readable, with_parent=False, filters_itself=self._filters_itself)
+            command = confined(command, view, "bubblewrap")
         self._errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._process = subprocess.Popen(
             command,

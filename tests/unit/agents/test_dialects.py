@@ -115,7 +115,7 @@ REFUSED = [
     ({"max_tokens": True}, "max_tokens = True is not allowed: must be int"),
     ({"extra_body": {"guided_regex": "a"}}, "guided_regex is not supported"),
     ({"messages": [*ASK, {"role": "assistant", "content": "I"}]}, "the last message must not be the assistant's"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url', which is not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 of messages has a picture"),
 ]
 
 

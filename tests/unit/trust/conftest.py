@@ -9,6 +9,9 @@ import pytest
 
 from tests.unit.trust.log_attacks import register
 from tests.unit.trust.synthetic import Lifecycle, copied
+from xray_runtime.kernel.evidence import lines, log
+from xray_runtime.kernel.evidence.lines import parse_line
+from xray_runtime.kernel.evidence.view import Line
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,17 @@ def logged(tmp_path: Path) -> Path:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     register(tmp_path / "run", "one", "two", "three")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of every line that is parsed."""
+    seen: list[int] = []
+
+    def counting(number: int, text: bytes, record: type) -> Line:
+        seen.append(number)
+        return parse_line(number, text, record)
+
+    monkeypatch.setattr(log, "parse_line", counting)
+    monkeypatch.setattr(lines, "parse_line", counting)
+    return seen

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.trust.test_log_tail import aged, parsed, stage
+from tests.unit.trust.long_logs import aged, stage
 from xray_runtime.kernel.evidence import kept_state, log
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.kept_state import STATE
@@ -40,8 +40,6 @@ from xray_runtime.trust.keys import keep_log_state, rotate, trusted_keys, truste
 from xray_runtime.trust.log import append, sign_line
 from xray_runtime.trust.signing import make_key, public_bytes, signing_key
 
-__all__ = ["parsed"]
-"""The fixture of the neighbour."""
 LINES = 40
 
 

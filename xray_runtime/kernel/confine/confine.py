@@ -73,6 +73,8 @@ class View:
     """Limit that the kernel holds in a namespace, unless it is root who starts it."""
     with_parent: bool = True
     """It ends with the thread that starts it."""
+    filters_itself: bool = False
+    """The program limits the system calls of what it starts, more than this would."""
 
 
 @cache
@@ -109,7 +111,7 @@ def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
     port = None if view.gateway is None else urlsplit(view.gateway).port
     readable = [*SYSTEM, *map(str, (*_python(), *view.readable))]
     spec: dict[str, Any] = {"files": None if view.files is None else str(view.files), "home": str(view.home)}
-    spec |= {"door": DOOR, "port": port, "how": how, "root": str(_root())}
+    spec |= {"door": DOOR, "port": port, "how": how, "root": str(_root()), "filter": not view.filters_itself}
     start = [sys.executable, "-I", "-S", inside.__file__]
     if how not in OWN_ROOM:
         spec |= {"readable": [*readable, *DEVICES], "writable": [str(view.home), "/dev/null"]}

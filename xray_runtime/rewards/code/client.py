@@ -46,7 +46,8 @@ class CodeSandbox:
         root = str(OURS.parent)
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
-        self._process = LimitedProcess(directory, program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output])
+        limits, fds = {"RLIMIT_CORE": 0}, [self._output]
+        self._process = LimitedProcess(directory, program, limits, None, warm_up, fds, filters_itself=True)
 
     def score(self, code: str, tests: str | list[tuple[str, str]], limit_s: float, memory_mb: int) -> Score:
         """1 if the code passes all tests, else 0 and the reason; a failed score if the tests are not usable.

@@ -182,7 +182,4 @@ def test_pictures_need_a_generator_that_reads_them(graph: Graph) -> None:
     assert refused(lambda: xray.ppo(base, prompts=data, rewards=[kind])) == f"ppo: {line}"
     assert refused(lambda: xray.evaluate(base, base, data)) == f"evaluate: {line}"
     options = {"rewards": [kind], "generator": {"engine": "transformers"}}
-    agent = {"url": "http://agent", "max_tokens": 256}
-    line = "an agent is not supported with rows with pictures: its requests are read as texts alone"
-    assert refused(lambda: xray.ppo(base, prompts=data, environment=agent, **options)) == f"ppo: environment: {line}"
     xray.ppo(base, prompts=data, **options)
