@@ -67,7 +67,7 @@ def test_equal_distributions_are_0_apart(
     """The student's pass has a gradient and other micro-batches than the teacher's: what is left is their rounding."""
     given: dict[str, Any] = {"beta": beta, "top_k": top_k, "lr": 1e-12}
     [point] = attempt(tiny_model, tiny_model, tmp_path / "same", iterations=1, **given).points
-    assert abs(point["policy/teacher_divergence"]) < 1e-10
+    assert abs(point["policy/teacher_divergence"]) < 1e-8
     assert point["kl/teacher_k1"] == 0.0
 
 
@@ -155,6 +155,6 @@ def test_a_teacher_and_what_it_logged_teach_the_same_bytes(
 def test_replies_are_learned_beside_the_divergence(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     """By the student's own distributions nothing is learned; by the replies, with `nll_coef`, they are."""
     points = by_replies(tiny_model, tmp_path / "itself", teacher=tiny_model, lr=1e-12).points
-    assert max(abs(point["distill/divergence"]) for point in points) < 1e-10
+    assert max(abs(point["distill/divergence"]) for point in points) < 1e-8
     points = by_replies(tiny_model, tmp_path / "replies", teacher=tiny_model, nll_coef=1.0).points
     assert points[-1]["distill/nll"] < points[0]["distill/nll"] - 0.1
