@@ -216,27 +216,6 @@ def test_every_registered_page_is_among_them(output: Path) -> None:
     assert missing <= PARTS
 
 
-@pytest.mark.parametrize(("scheme", "width"), SCREENS)
-def test_pages_behind_forms_fit_and_pass_axe(
-    address: str, output: Path, window: Page, axe: str, scheme: Any, width: int
-) -> None:
-    window.emulate_media(color_scheme=scheme)
-    window.set_viewport_size({"width": width, "height": 900})
-    [session] = read_sessions(output)
-    window.goto(f"{address}/review/{session.name}?number=0")
-    window.get_by_role("button", name="the left is better").click()
-    window.get_by_text("to judge").wait_for()
-    window.goto(f"{address}/review")
-    window.get_by_role("button", name="Publish the verdicts").click()
-    window.get_by_text("pairs from").wait_for()
-    require_readable(window, axe)
-    window.goto(f"{address}/withdrawals")
-    window.get_by_label("Name of the person").fill("ann")
-    window.get_by_role("button", name="List what descends").click()
-    window.get_by_role("heading", name="Withdraw ann?").wait_for()
-    require_readable(window, axe)
-
-
 def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str, output: Path, window: Page) -> None:
     policy = find("ppo-read", open_lineage_store(output, None)).sha256[:12]
     window.goto(f"{address}/rollouts/{policy}")
@@ -344,6 +323,22 @@ def test_a_person_judges_with_keys_alone(address: str, output: Path, window: Pag
     assert said == [(0, "ada", None), (1, "ada", "better than 1 and 2"), (1, "ada", None), (2, "ada", None)]
     right = {"a": "b", "b": "a"}[session.judgements[2].left]
     assert [j.verdict for j in session.judgements] == [session.judgements[0].left, "bad", right, "tie"]
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_pages_behind_forms_fit_and_pass_axe(address: str, window: Page, axe: str, scheme: Any, width: int) -> None:
+    """With the verdicts of the test before."""
+    window.emulate_media(color_scheme=scheme)
+    window.set_viewport_size({"width": width, "height": 900})
+    window.goto(f"{address}/review")
+    window.get_by_role("button", name="Publish the verdicts").click()
+    window.get_by_text("pairs from").wait_for()
+    require_readable(window, axe)
+    window.goto(f"{address}/withdrawals")
+    window.get_by_label("Name of the person").fill("ann")
+    window.get_by_role("button", name="List what descends").click()
+    window.get_by_role("heading", name="Withdraw ann?").wait_for()
+    require_readable(window, axe)
 
 
 @pytest.mark.timeout(600)
