@@ -40,7 +40,7 @@ def write(output: Path, count: int) -> None:
 
 
 def new_process(output: Path) -> None:
-    """What a stage's process reads of the log before it writes to it."""
+    """Read the log as a new process of a stage does before it writes to it."""
     log._tail.cache_clear()
     keys._tail.cache_clear()
     assert view(output).head == trusted_view(output).head

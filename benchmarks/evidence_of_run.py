@@ -1,4 +1,4 @@
-"""What evidence adds to each stage of a run: its bytes, and the processor time to make it again.
+"""The cost of evidence for each stage of a run: its bytes, and the processor time to make it again.
 
 python -m benchmarks.evidence_of_run OUTPUT     an output directory with a lifecycle that ended
 
@@ -30,7 +30,7 @@ from xray_runtime.trust.log import append
 from xray_runtime.trust.model_signature import sign_model, signed_files
 
 ENTRIES = 3
-"""Of a stage in the log: its parents, its checkpoint, and its records."""
+"""A stage's entries in the log: for its parents, its checkpoint, and its records."""
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Where the memory of a run goes: each kind of process at the moment when all of them together hold most.
+"""The memory of a run by kind of process, at the moment when all processes together hold the most.
 
     python -m benchmarks.memory [quickstart | tiny | grpo] [--set key.path=value …] [--output runs/memory]
 
@@ -51,7 +51,7 @@ class Held:
     """Anonymous and shared memory, by share."""
     private: float = 0.0
     shared: float = 0.0
-    """Of what is held, what other processes hold too."""
+    """The part that other processes hold too."""
     files: float = 0.0
     """Mapped files, by share."""
 
@@ -62,7 +62,7 @@ class Held:
 
 @dataclass
 class Peak:
-    """What was seen of all kinds of processes."""
+    """The most that all processes held together, and each kind."""
 
     total: float = 0.0
     kinds: dict[str, Held] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def held(pid: int) -> Held:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """What a process is for. Raises psutil.Error: it ended."""
+    """The kind of a process. Raises psutil.Error: it ended."""
     words = process.cmdline()
     command = " ".join(words)
     if not words or process.status() == psutil.STATUS_ZOMBIE:

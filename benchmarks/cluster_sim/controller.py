@@ -1,4 +1,4 @@
-"""What the controller itself takes for an iteration: the product's WholeModels over Workhorses that cost nothing.
+"""The controller's own time for an iteration: the product's WholeModels over Workhorses that cost nothing.
 
     python -m benchmarks.cluster_sim.controller [--workhorses 8 64 512]
 
@@ -43,17 +43,17 @@ STEPS = 4
 """Optimizer steps of an iteration."""
 PHASES = ("sync", "generate", "score", "update")
 EXPORTED_BYTES = 2**20
-"""Of a version's weights, over all ranks of the policy."""
+"""Size of a version's weights, over all ranks of the policy."""
 DIGEST = "simulated"
 
 
 @dataclass
 class Sent:
-    """What went through Ray in place of actors."""
+    """Calls that would have gone to actors."""
 
     calls: int = 0
     num_bytes: int = 0
-    """Of pickled arguments."""
+    """Size of their pickled arguments."""
 
 
 class FreeWorkhorse(SimWorkhorse):

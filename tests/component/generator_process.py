@@ -1,4 +1,4 @@
-"""`xray generator` as a process."""
+"""Servers of replies as processes: `xray generator`, and what others share with it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,16 @@ from xray.deployments.service import free_port
 START_S = 400
 
 
-@dataclass
-class GeneratorProcess:
-    """A server with one thread, which keeps its port when it is started again."""
+class ServerProcess:
+    """A server on this machine, in a session of its own."""
 
-    model: Path
-    max_length: int
+    process: subprocess.Popen[bytes]
+    port: int
     key: str = ""
-    port: int = field(default_factory=free_port)
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Begin to start; `wait` until it answers."""
-        options = ["--port", str(self.port), "--max-length", str(self.max_length)]
-        options += ["--set", "threads=1", "--set", "device=cpu", "--set", "generator_memory_gib=0.25"]
-        command = [str(Path(sys.executable).with_name("xray")), "generator", str(self.model), *options]
-        variables = os.environ | {"XRAY_API_KEY": self.key}
-        self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def wait(self) -> None:
         end = time.monotonic() + START_S
@@ -57,6 +47,24 @@ class GeneratorProcess:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@dataclass
+class GeneratorProcess(ServerProcess):
+    """A server with one thread, which keeps its port when it is started again."""
+
+    model: Path
+    max_length: int
+    key: str = ""
+    port: int = field(default_factory=free_port)
+
+    def start(self) -> None:
+        """Begin to start; `wait` until it answers."""
+        options = ["--port", str(self.port), "--max-length", str(self.max_length)]
+        options += ["--set", "threads=1", "--set", "device=cpu", "--set", "generator_memory_gib=0.25"]
+        command = [str(Path(sys.executable).with_name("xray")), "generator", str(self.model), *options]
+        variables = os.environ | {"XRAY_API_KEY": self.key}
+        self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
 
 @contextmanager

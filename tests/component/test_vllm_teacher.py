@@ -4,11 +4,8 @@ neither a resumed stage nor a replay asks it again."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +13,17 @@ from typing import Any
 import pytest
 
 from tests.component.distilling import attempt
+from tests.component.generator_process import ServerProcess
 from xray.deployments.service import free_port
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.engines.generators.vllm.sampler import environment
 from xray_runtime.rewards.journal import Journal, restore_answers
 
-START_S, MAX_LENGTH = 600, 64
+MAX_LENGTH = 64
 WEIGHTS = "model.safetensors"
 
 
-class VLLMServer:
+class VLLMServer(ServerProcess):
     """`vllm serve` of a model, with the settings of its generators on a CPU."""
 
     def __init__(self, model: Path) -> None:
@@ -36,27 +34,6 @@ class VLLMServer:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # a server has its engine in another process
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *options]
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def wait(self) -> None:
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
-            except OSError:
-                assert self.process.poll() is None, "the server ended"
-                assert time.monotonic() < end, "the server did not answer"
-                time.sleep(0.5)
-            else:
-                return
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
