@@ -96,9 +96,6 @@ class FoldedLines:
     """Lines that a kept state covers."""
 
 
-NOTHING = FoldedLines()
-
-
 def with_line(again: Again, line: Line, view: LogView, text: bytes) -> Again:
     """`FoldedLines.again` with the next line, which `view` has."""
     if again is None or line.entry.folds_into is None:

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier, load_public
-from xray_runtime.kernel.evidence.kept_state import NOTHING, FoldedLines, read_state, with_line, write_state
+from xray_runtime.kernel.evidence.kept_state import FoldedLines, read_state, with_line, write_state
 from xray_runtime.kernel.evidence.lines import (
     MAX_BYTES,
     ChainCheck,
@@ -86,7 +86,9 @@ class LogTail:
             self._problem = "it is not there" if isinstance(error, FileNotFoundError) else first_line(error)
         return self._view
 
-    def _restart(self, folded: FoldedLines = NOTHING) -> None:
+    def _restart(self, folded: FoldedLines | None = None) -> None:
+        # A view of its own: what is asked of one adds empty states to it.
+        folded = folded or FoldedLines()
         self._view, self._check = folded.view, ChainCheck(self._verifier)
         self._offset, self._last_bytes = folded.offset, folded.last_bytes
         self._again, self._num_kept = folded.again, folded.num_kept
