@@ -65,7 +65,7 @@ def test_a_library_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) 
     wrong = {"pydantic": "1.10.0", "torch": "2.13.0+cpu"}
     monkeypatch.setattr(metadata, "version", lambda name: wrong.get(name) or real(name))
     [problem] = doctor.check_libraries()
-    assert problem == "pydantic 1.10.0 is installed: pydantic~=2.11 is needed; `make install` installs it"
+    assert problem == "pydantic 1.10.0 is installed: pydantic~=2.14 is needed; `make install` installs it"
     wrong["torch"] = "2.1.0"
     assert any(problem.startswith("torch 2.1.0 is installed: torch==") for problem in doctor.check_libraries())
     [problem] = doctor.check_libraries("no-such-distribution")
