@@ -62,7 +62,7 @@ class TokenStreams:
 
     @property
     def teacher_logprobs(self) -> Tensor:
-        """The teacher's, of the stage's `distillation`."""
+        """The teacher's, of the stage's `distillation`; the policy's own where it reads other text than the reply."""
         return read(self.streams, "teacher_logprobs")
 
     def column(self, name: str) -> Tensor:

@@ -227,15 +227,23 @@ def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
     """The teacher's part of the advantages, [B, T] or 0."""
     if config.distillation is None or not (weight := config.distillation.at_samples):
         return torch.zeros(())
+    mask = mask & _read(scores)
     return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
+
+
+def _read(scores: Scores) -> Tensor:
+    """Whether the teacher reads each reply [B, 1], or all [1, 1]. The others count in no mean."""
+    return torch.from_numpy(scores.teacher_reads)[:, None] if "teacher_reads" in scores else torch.ones(1, 1).bool()
 
 
 def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
     """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
     found: dict[str, float] = {}
+    if "teacher_reads" in scores:
+        found["rollout/teacher_unread"] = float((~scores.teacher_reads).sum())
     for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
-        of = "reference" if name == "ref_logprobs" else "teacher"
-        kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
+        of, counted = ("reference", mask) if name == "ref_logprobs" else ("teacher", mask & _read(scores))
+        kl = kl_summary(_dense(scores.logprobs), _dense(column), counted)
         found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
     return found
 
