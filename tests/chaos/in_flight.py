@@ -23,7 +23,7 @@ from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.kernel.store.manifest import LEDGER
 
 VICTIMS = {name: TARGETS[name] for name in ("driver", "stage", "generator", "learner")}
-FAULTS, APART = 5, 3
+FAULTS, APART = 10, 1
 """Faults injected into each lifecycle, and the iterations recorded between them at least."""
 STAGE = "ppo-1"
 PATIENCE = ("runtime.retries=20", "runtime.restarts=20", "runtime.stall_timeout_s=240")
