@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from securesystemslib.signer import SSlibKey
 
-from tests.unit.trust.synthetic import Lifecycle, copied
+from tests.unit.trust.synthetic import NAME, Lifecycle, copied
 from tests.unit.trust.tampering import (
     ALIAS_BY_HAND,
     an_entry_by_a_retired_key_that_claims_an_earlier_time,
@@ -24,10 +24,13 @@ from tests.unit.trust.tampering import (
     sql,
     write_lines,
 )
+from xray_runtime.kernel.evidence.envelope import new_private_key
+from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
 from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, read_lines, view
 from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust import log
+from xray_runtime.trust.approvals import approve
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import append, choose_witness, decide
 from xray_runtime.trust.merkle import MerkleTree
@@ -139,6 +142,16 @@ def fewer_files(scene: Scene) -> None:
     sign_model(model, files, signing_key(scene.output))
 
 
+def approval_of_another(scene: Scene) -> None:
+    """The key's owner logs what a person signed in another directory about a model of the same name and bytes."""
+    other, person = scene.output.with_name("other"), scene.output.with_name("person.pem")
+    register(other, "one")
+    person.write_bytes(new_private_key())
+    approve(other, name=NAME, checkpoint="ab" * 32, key=person, by="Ada", note="read it")
+    [given] = view(other).state(LogApprovals).given
+    append(scene.output, given)
+
+
 def mlflow_edited(scene: Scene) -> None:
     sql(scene.output, ALIAS_BY_HAND)
 
@@ -163,6 +176,7 @@ ATTACKS = (
         "statement-contradicts",
         "statement-contradicts",
     ),
+    Attack("an approval of another directory logged here", approval_of_another, "approval-invalid", "approval-invalid"),
     Attack("a model signature over fewer files", fewer_files, "signature-invalid", "signature-invalid"),
 )
 
