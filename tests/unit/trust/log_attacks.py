@@ -21,6 +21,7 @@ from tests.unit.trust.tampering import (
     an_entry_by_a_retired_key_that_claims_an_earlier_time,
     lines,
     place,
+    restated,
     sql,
     write_lines,
 )
@@ -128,8 +129,12 @@ def witness_gone(scene: Scene) -> None:
 
 
 def statement_transplanted(scene: Scene) -> None:
-    source, target = place(scene.output, "sft-*"), place(scene.output, "ppo-2-*")
-    shutil.copy(source / "attestation" / "statement.json", target / "attestation" / "statement.json")
+    """Another run computed the same evaluation, without gates, and the same key signed that."""
+    restated(
+        place(scene.output, "evaluate-*"),
+        lambda content: content["predicate"]["runDetails"]["metadata"].update(finishedOn="2026-01-01T00:00:00+00:00"),
+        signing_key(scene.output).read_bytes(),
+    )
 
 
 def fewer_files(scene: Scene) -> None:
@@ -171,7 +176,7 @@ ATTACKS = (
     Attack("set back, and the witness with it", rolled_back_with_witness, "", ""),
     Attack("an alias in MLflow moved by hand", mlflow_edited, "alias-moved", "alias-moved", True),
     Attack(
-        "the statement of another stage transplanted",
+        "the statement of another run transplanted",
         statement_transplanted,
         "statement-contradicts",
         "statement-contradicts",
