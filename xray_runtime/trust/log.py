@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
@@ -275,12 +275,13 @@ def append_line(
         entry: one of its predicates; its `previous` and `at` are set here.
         files: name → sha256 of the subjects.
     """
-    # A link is not followed.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "r+b") as file:
+    end, last = 0, b""
+    with contextlib.suppress(FileNotFoundError), _opened(path, "rb", os.O_RDONLY) as file:
         end, last = _whole_end(file)
-        previous = hashlib.sha256(last).hexdigest() if last else START
-        line = sign_line(output, record, entry, files, private=private, previous=previous)
+    previous = hashlib.sha256(last).hexdigest() if last else START
+    # Where this fails nothing was written, not even an empty file.
+    line = sign_line(output, record, entry, files, private=private, previous=previous)
+    with _opened(path, "r+b", os.O_RDWR | os.O_CREAT) as file:
         # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
@@ -290,6 +291,11 @@ def append_line(
     if end == 0:
         sync(path.parent)
     return line
+
+
+def _opened(path: Path, mode: str, flags: int) -> BinaryIO:
+    """A file; a link is not followed."""
+    return cast("BinaryIO", os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o644), mode))
 
 
 def _whole_end(file: BinaryIO) -> tuple[int, bytes]:

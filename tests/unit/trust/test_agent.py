@@ -152,6 +152,51 @@ def test_a_run_without_an_agent_does_not_begin(output: Path, agent: Agent, monke
         evidence().prepare(output, None)
 
 
+def _gone(agent: Agent) -> Path:
+    key = agent.key("run")
+    agent.end()
+    return key
+
+
+def _not_held(agent: Agent) -> Path:
+    key = agent.key("run")
+    agent.run("ssh-add", "-d", key)
+    return key
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (_gone, "does not answer"),
+        (_not_held, "does not have the key"),
+        (lambda agent: agent.key("rsa", "rsa", 2048), "must be an ECDSA key"),
+        (lambda agent: agent.folder / "missing.pub", "No such file"),
+    ],
+    ids=["gone", "not held", "rsa", "missing"],
+)
+def test_a_key_that_cannot_sign_is_bad_input(
+    given: Callable[[Agent], Path], reason: str, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and an output directory is neither made nor bound to the key."""
+    monkeypatch.setenv(KEY_VARIABLE, str(given(agent)))
+    output = tmp_path / "run"
+    done = CliRunner().invoke(app, ["run", "configs/tiny.yaml", "--output", str(output)])
+    assert (done.exit_code, reason in " ".join(done.output.split())) == (2, True), done.output
+    assert not output.exists()
+    with pytest.raises(ConfigError, match=reason):
+        evidence().prepare(output, None)
+    assert not output.exists()
+
+
+def test_a_first_entry_that_nobody_signs_leaves_no_log(
+    agent: Agent, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, str(_gone(agent)))
+    with pytest.raises(AgentError):
+        append(tmp_path, Left(note="first"))
+    assert not (tmp_path / "log.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     "answer", [b"", b"\0\0\0\1\x0e", b"\0\0\0\x05\x0e\0\0\0\0", b"\xff\xff\xff\xff\x0e" + bytes(64)]
 )
