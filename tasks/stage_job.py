@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from prefect.context import TaskRunContext
@@ -31,6 +31,7 @@ from xray.tasks.this_flow import PAGE
 from xray_runtime.cluster.device_time import DeviceTime
 from xray_runtime.cluster.opening import model_opener
 from xray_runtime.cluster.pictures import picture_folders
+from xray_runtime.cluster.pool.placement import cluster_machine
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.energy import EnergyMeter
@@ -59,6 +60,9 @@ from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.models.merging import base_of, full_model
 from xray_runtime.models.transformers_import import import_transformers
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.rewards.journal import Journal, publish_answers
 
 log = logging.getLogger(__name__)
@@ -257,7 +261,17 @@ class StageJob:
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,
             seal=recorder.seal,
+            too_long=_too_long(runtime),
         )
+
+
+def _too_long(runtime: RuntimeConfig) -> Callable[[ModelSpec, int], str | None]:
+    def found(spec: ModelSpec, tokens: int) -> str | None:
+        from xray_runtime.ops.planner.long_rows import too_long
+
+        return too_long(spec, tokens, lambda: cluster_machine(runtime))
+
+    return found
 
 
 def _ensure_bases(store: Store, directory: Path) -> None:
