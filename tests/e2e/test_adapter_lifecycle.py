@@ -10,7 +10,12 @@ import pytest
 from tests.chaos.harness import Case, Lifecycle, nothing_is_lost, outcome, run
 from tests.e2e.conftest import xray
 
-SHORT = ("sft.steps=40", "ppo.stages.0.iterations=4", "ppo.stages.0.prompts_per_iteration=4")
+SHORT = (
+    "sft.steps=40",
+    "ppo.stages.0.iterations=4",
+    "ppo.stages.0.prompts_per_iteration=4",
+    "ppo.stages.0.minibatch_size=32",
+)
 LORA = Lifecycle(config="configs/lora.yaml", overrides=SHORT)
 
 

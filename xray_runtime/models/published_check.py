@@ -98,7 +98,7 @@ class Tried(NamedTuple):
     """The content of `TRIED`."""
 
     precision: str
-    """Of the trainer's passes."""
+    """That of the trainer's passes."""
     rows: list[list[int]]
     logprobs: list[float]
 
