@@ -138,7 +138,7 @@ def test_vllm_compared_what_it_read_with_what_was_trained(first: Outcome) -> Non
     found = {stage["name"]: Path(stage["checkpoint"]["uri"]) for stage in first.lifecycle["stages"]}
     readings = {name: read_statement(path).predicate.details.run.readings for name, path in found.items()}
     policies = [found[name].name for name in ("sft", "ppo-1", "ppo-2")]
-    expected = dict.fromkeys(NAMES, set[str]()) | {
+    expected = {name: set[str]() for name in NAMES} | {
         "preferences": {policies[0]},
         "ppo-1": {policies[0], "ppo-1"},
         "ppo-2": {policies[1], "ppo-2"},
