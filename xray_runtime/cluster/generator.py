@@ -39,6 +39,7 @@ class Generator(Workhorse):
             self.device = torch.device("cpu")  # this process has no GPU
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config, spec.adapter):
+                self._engine.readings.clear()  # of another stage
                 self._engine.restart(spec.directory)
                 self._engine.read_pictures(spec.pictures)
                 self._engine.sleep()
@@ -63,6 +64,10 @@ class Generator(Workhorse):
     def wake_up(self) -> None:
         """`Generation.wake_up`."""
         self._engine.wake_up()
+
+    def readings(self) -> dict[str, float]:
+        """`Generation.readings`."""
+        return self._engine.readings
 
     def layers_of(self, names: set[str]) -> set[str]:
         return self._engine.layers_of(names)
