@@ -32,7 +32,8 @@ class VLLMServer(ServerProcess):
         options += ["--max-model-len", str(MAX_LENGTH), "--served-model-name", "teacher", "--block-size", "32"]
         variables = os.environ | environment("cpu") | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # a server has its engine in another process
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *options]
+        # What `vllm serve` runs: that command asks for its version by a name that vLLM for CPUs does not have.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
 
