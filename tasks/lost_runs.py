@@ -69,7 +69,7 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
         log.warning("%s: no run of the signed log wrote it; it is left as it is", path)
         return
     try:
-        # Nobody waits here for an agent that is gone.
+        # Fails at once where an agent is gone, which a signature waits for.
         evidence().require_signer()
         end_record(output, path, json.dumps(facts | {"status": "failed"}, indent=2))
     except (ConfigError, OSError) as error:
