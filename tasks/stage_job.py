@@ -130,7 +130,8 @@ class StageJob:
         self._energy = EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
-            evidence().log_checkpoints(self._output, {checkpoint.path.name: checkpoint.sha256}, here=True)
+            published = {checkpoint.path.name: checkpoint.sha256}
+            evidence().log_checkpoints(self._output, published, here=True, renew=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
             figure = training_figure(self._kind.panels, series)

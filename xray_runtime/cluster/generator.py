@@ -10,6 +10,7 @@ from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
+from xray_runtime.kernel.processes import return_freed_memory
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.generator_spec import GeneratorSpec
@@ -54,6 +55,7 @@ class Generator(Workhorse):
         if hasattr(self, "_engine"):
             self._engine.weights.forget()
             self._engine.sleep()
+        return_freed_memory()
 
     def sleep(self, synced_next: bool = False) -> None:
         """`Generation.sleep`."""
