@@ -85,6 +85,7 @@ def test_an_agent_asks_about_pictures(tmp_path: Path) -> None:
     assert max(point["rollout/mismatch"] for point in points if "rollout/mismatch" in point) < 1e-5
     assert xray("replay", "ppo", "--output", str(output), timeout=900).code == 0
     assert xray("audit", "--all", "--output", str(output)).code == 0
-    used = {p["sha256"] for pair in pairs_of(found["best"] / "train.arrow") for p in pictures_of(pair.prompt)}
+    pairs = [pair for side in ("train.arrow", "heldout.arrow") for pair in pairs_of(found["best"] / side)]
+    used = {p["sha256"] for pair in pairs for p in pictures_of(pair.prompt)}
     assert used
     assert {file.stem for file in (found["best"] / "pictures").iterdir()} == used

@@ -101,8 +101,8 @@ class Tokens:
 
     def together(self) -> np.ndarray:
         """Tokens of each row, whose replies share their prompt [B]."""
-        whole: np.ndarray = np.sum(list(self.lengths.values()), axis=0)
-        return whole - (len(self.lengths) - 1) * self.prompt_lengths
+        whole: np.ndarray = sum(self.lengths.values()) - (len(self.lengths) - 1) * self.prompt_lengths
+        return whole
 
     def id(self, row: int) -> str:
         """The id of a row's pair."""

@@ -52,11 +52,12 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each prompt."""
-        return self._tokens.prompt_lengths[self.rows]
+        found: np.ndarray = self._tokens.prompt_lengths[self.rows]
+        return found
 
     def id(self, index: int) -> str:
         """The id of the row in which a prompt first appears."""
-        return self._pair(int(self.rows[index])).id
+        return str(self._pair(int(self.rows[index])).id)
 
     def __len__(self) -> int:
         return len(self.rows)
