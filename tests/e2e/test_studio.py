@@ -336,7 +336,7 @@ def test_pages_behind_forms_fit_and_pass_axe(address: str, window: Page, axe: st
     require_readable(window, axe)
     window.goto(f"{address}/withdrawals")
     window.get_by_label("Name of the person").fill("ann")
-    window.get_by_role("button", name="List what descends").click()
+    window.get_by_role("button", name="List what was made").click()
     window.get_by_role("heading", name="Withdraw ann?").wait_for()
     require_readable(window, axe)
 
