@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.e2e.chat_server import Answers
@@ -46,8 +48,9 @@ LOCAL = re.compile(r"http://127\.0\.0\.1:|file:///")
 """Addresses on this machine."""
 SCREENS = (("light", 1400), ("dark", 390))
 """A wide screen, and a phone at night."""
-PICTURED, REAL_PICTURED = {"lineage"}, {"run", "tokens"}
-"""Pages of which docs/images has pictures: of a synthetic lifecycle, and of the quickstart's."""
+PICTURED = {"review", "question", "diff", "withdrawals", "chat"}
+"""Pages of which docs/images has pictures from a synthetic lifecycle; of all others it has the quickstart's."""
+COLORS = 96
 MAX_CLICKS = 7
 CLICKS = """addEventListener("click", event => {
     if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
@@ -155,8 +158,11 @@ def require_readable(window: Page, axe: str) -> None:
 
 
 def picture(window: Page, name: str) -> None:
+    """Keep a picture of what the window shows, in few colours, which makes a small file."""
     if PICTURES in os.environ:
-        window.screenshot(path=Path(os.environ[PICTURES]) / f"studio-{name}.png")
+        phone = "-phone" if window.evaluate("window.innerWidth") < 1000 else ""
+        shown = Image.open(io.BytesIO(window.screenshot())).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+        shown.save(Path(os.environ[PICTURES]) / f"studio-{name}{phone}.png", optimize=True)
 
 
 def paths(output: Path) -> dict[str, str]:
@@ -174,7 +180,7 @@ def paths(output: Path) -> dict[str, str]:
         "by prompt": f"/rollouts/{policy[:12]}?order=prompt",
         "diff": f"/rollouts/{policy[:12]}/diff?first=0&second=1",
         "review": "/review",
-        "question": f"/review/{session.name}",
+        "question": f"/review/{session.name}?number=1",
         "recorded": "/review/recorded",
         "lineage": "/lineage",
         "checkpoint": f"/checkpoints/{find('evaluate', store).sha256}",
@@ -200,7 +206,7 @@ def test_every_page_fits_its_screen_and_passes_axe(
         window.goto(f"{address}{path}")
         require_readable(window, axe)
         times.append(f"{name} {window.evaluate(ANSWERED_MS):.0f}")
-        if scheme == "light" and name in PICTURED:
+        if name in PICTURED:
             picture(window, name)
     answered = ", ".join(times)
     record_property(MEASURED, f"axe found nothing on {len(times)} pages, {width} pixels; answered in ms: {answered}")
@@ -274,23 +280,34 @@ REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart"))
 @pytest.mark.skipif(not (REAL / "report.html").is_file(), reason=f"no run in {REAL}: make demo makes it")
 def test_a_real_run_and_its_report_fit_a_phone(window: Page) -> None:
     store = open_lineage_store(REAL, None)
-    policy = find("ppo-2", store).sha256[:12]
-    run = next(iter(reversed(view(REAL).runs)))
+    policy, log = find("ppo-2", store).sha256[:12], view(REAL)
+    run, model = next(iter(reversed(log.runs))), next(name for name, _ in log.decided if name)
     process, address = started(REAL)
-    tokens = f"/rollouts/{policy}/tokens?iteration=13&row=3&by=kl"
-    pages = {"front": f"{address}/", "run": f"{address}/runs/{run}", "tokens": f"{address}{tokens}"}
-    pages |= {"rewards": f"{address}/rollouts/{policy}", "evaluations": f"{address}/evaluations"}
-    pages |= {"report": (REAL / "report.html").as_uri()}
+    rollouts = f"{address}/rollouts/{policy}"
+    pages = {
+        "front": f"{address}/",
+        "run": f"{address}/runs/{run}",
+        "rollouts": rollouts,
+        "prompts": f"{rollouts}?order=prompt",
+        "tokens": f"{rollouts}/tokens?iteration=13&row=3&by=kl",
+        "extremes": f"{rollouts}/extremes?iteration=13&by=advantage",
+        "lineage": f"{address}/lineage",
+        "checkpoint": f"{address}/checkpoints/{policy}",
+        "evaluations": f"{address}/evaluations",
+        "models": f"{address}/promote",
+        "promote": f"{address}/promote/{model}",
+        "report": (REAL / "report.html").as_uri(),
+    }
     try:
-        for width in (390, 1400):
+        for scheme, width in SCREENS:
+            window.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             window.set_viewport_size({"width": width, "height": 900})
             for name, page in pages.items():
                 window.goto(page)
                 window.wait_for_load_state("networkidle")
                 wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
                 assert wide <= 0, (name, width, wide)
-                if width == 1400 and name in REAL_PICTURED:
-                    picture(window, name)
+                picture(window, name)
         window.close()
     finally:
         process.kill()
@@ -378,7 +395,6 @@ def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(
         window.get_by_role("link", name=NAME).first.click()
         window.get_by_label("Your reason").first.focus()
         window.keyboard.type("its answers are better")
-        picture(window, "promote")
         window.get_by_role("button", name="Make it champion").click()
         window.get_by_text("champion: version").wait_for()
         clicks = int(window.evaluate("sessionStorage.clicks"))
