@@ -1,4 +1,4 @@
-"""A newcomer's path: a file of their own chats, one command, and two clicks to a champion that is better than before."""
+"""A newcomer's path: a file of their own chats, one command, and two clicks to a champion that got better."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def write_chats(path: Path, count: int = 3000) -> None:
     lines = []
     for _ in range(count):
         thing, words = draw.choice(THINGS), draw.choice((GOOD, BAD))
-        asked = (
-            f"{draw.choice(('how was the', 'did you like the', 'tell me about the'))} {thing} {draw.randrange(1000)}?"
-        )
+        start = draw.choice(("how was the", "did you like the", "tell me about the"))
+        asked = f"{start} {thing} {draw.randrange(1000)}?"
         said = f"the {thing} was {draw.choice(words)}, {draw.choice(('and I stayed', 'as ever', 'I think', 'really'))}."
         roles = ({"role": "user", "content": asked}, {"role": "assistant", "content": said})
         lines.append(json.dumps({"messages": roles}) + "\n")
@@ -43,7 +42,7 @@ def test_from_a_file_of_chats_to_a_better_champion(tmp_path: Path, record_proper
     write_chats(chats)
     began = time.monotonic()
     settings = [word for field in (f"data.source={chats}", *SIZES) for word in ("--set", field)]
-    run = xray("run", "configs/quickstart.yaml", *settings, "--output", str(output), "--json")
+    run = xray("run", "configs/quickstart.yaml", *settings, "--output", str(output), "--json", timeout=1800)
     training_s = time.monotonic() - began
     evaluation, name = run.lifecycle["evaluation"], run.lifecycle["registered"]["name"]
     # Friendly answers have a gold score of about 0.5, the others of -0.5.

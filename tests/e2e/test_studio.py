@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: no
 
 AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
-LONGEST_TASK_MS = 100
+LONGEST_TASK_MS, FIRST_PAGE_MS = 100, 200
 LOCAL = re.compile(r"http://127\.0\.0\.1:|file:///")
 """Addresses on this machine."""
 SCREENS = (("light", 1400), ("dark", 390))
@@ -68,6 +68,7 @@ PARTS = {
 }
 """Parts that pages request, and addresses that programs read."""
 RULES = "async () => (await axe.run()).violations"
+LOADED_MS = "() => performance.getEntriesByType('navigation')[0].loadEventEnd"
 ANSWERED_MS = "() => { const [p] = performance.getEntriesByType('navigation'); return p.responseEnd - p.requestStart; }"
 
 
@@ -157,6 +158,13 @@ def require_readable(window: Page, axe: str) -> None:
     assert found == [], window.url
 
 
+def loaded_ms(window: Page, address: str) -> float:
+    """Time from asking for the first page until it has loaded with all its files."""
+    window.goto(address)
+    window.wait_for_function("performance.getEntriesByType('navigation')[0].loadEventEnd > 0")
+    return float(window.evaluate(LOADED_MS))
+
+
 def picture(window: Page, name: str) -> None:
     """Keep a picture of what the window shows, in few colours, which makes a small file."""
     if PICTURES in os.environ:
@@ -208,7 +216,10 @@ def test_every_page_fits_its_screen_and_passes_axe(
         times.append(f"{name} {window.evaluate(ANSWERED_MS):.0f}")
         if name in PICTURED:
             picture(window, name)
-    answered = ", ".join(times)
+    # The machine may be busy with other tests: the fastest of several.
+    fastest = min(loaded_ms(window, address) for _ in range(8))
+    assert fastest < FIRST_PAGE_MS
+    answered = f"{', '.join(times)}; the first page loads in {fastest:.0f}"
     record_property(MEASURED, f"axe found nothing on {len(times)} pages, {width} pixels; answered in ms: {answered}")
     assert httpx.get(f"{address}{error}").status_code == 400
 
