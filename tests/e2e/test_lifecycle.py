@@ -207,13 +207,25 @@ def test_only_what_depends_on_a_change_would_be_computed(first: Outcome, output:
     assert to_compute(xray(*explain, "--set", "ppo.stages.1.lr=1e-4")) == ["ppo-2", "evaluate"]
 
 
-@pytest.mark.long
 def test_again_computes_nothing(first: Outcome, output: Path) -> None:
-    again = run_tiny(output)
-    assert again.code == 0, again.err
-    assert cached(again.lifecycle) == NAMES
-    assert shas(again.lifecycle) == shas(first.lifecycle)
-    assert again.lifecycle["registered"]["version"] == "1"
+    """…and records nothing, as long as the log ends with that run."""
+    shutil.copytree(output, again := output.with_name("again"))
+    log = (again / "log.jsonl").read_bytes()
+    same = run_tiny(again)
+    assert same.code == 0, same.err
+    assert cached(same.lifecycle) == NAMES
+    assert shas(same.lifecycle) == shas(first.lifecycle)
+    assert same.lifecycle["registered"] == first.lifecycle["registered"]
+    assert same.lifecycle["run_id"] == first.lifecycle["run_id"]
+    assert (again / "log.jsonl").read_bytes() == log
+    # A lost report is made again, by a run with a record.
+    (again / "report.html").unlink()
+    recorded = run_tiny(again)
+    assert recorded.code == 0, recorded.err
+    assert cached(recorded.lifecycle) == NAMES
+    assert recorded.lifecycle["run_id"] != first.lifecycle["run_id"]
+    assert (again / "report.html").is_file()
+    assert (again / "log.jsonl").read_bytes().startswith(log)
 
 
 @pytest.mark.long

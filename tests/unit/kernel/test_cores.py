@@ -13,12 +13,12 @@ from xray_runtime.kernel import cores
 NICE = """
 import os, threading
 from xray_runtime.kernel.cores import give_way
-held = threading.Event()
+held, begun = threading.Event(), os.nice(0)
 threading.Thread(target=held.wait, daemon=True).start()
 os.nice(2)
 for wanted in (0, 7, 3):
-    give_way(wanted)
-    print(sorted({os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir("/proc/self/task")}))
+    give_way(begun + wanted)
+    print(sorted({os.getpriority(os.PRIO_PROCESS, int(t)) - begun for t in os.listdir("/proc/self/task")}))
 """
 
 

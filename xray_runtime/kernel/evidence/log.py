@@ -36,7 +36,7 @@ from xray_runtime.kernel.evidence.lines import (
     parse_line,
     read_signed_lines,
 )
-from xray_runtime.kernel.evidence.view import Line, LogView
+from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
 from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
@@ -45,6 +45,8 @@ LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
 PUBLIC_KEY = "keys/signing.pub"
 """The key that signs today, in an output directory."""
+LAST_BYTES = 2**18
+"""Of a log, in which its last entry is looked for."""
 
 
 class LogTail:
@@ -169,6 +171,18 @@ def view(output: Path) -> LogView:
 def read_lines(output: Path) -> Iterator[Line]:
     """The entries of a log, in order, as `read_signed_lines`."""
     return read_signed_lines(output / LOG, LogRecord)
+
+
+def last_entry(output: Path, state: LogView) -> SignedEntry | None:
+    """The entry in which `state` ends; None for one of more than `LAST_BYTES`, and if the log ends elsewhere by now."""
+    with contextlib.suppress(OSError, ValueError), open_bounded(output / LOG, MAX_BYTES) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+        [text] = file.read().splitlines(keepends=True)[-1:]
+        if hashlib.sha256(text).hexdigest() == state.head.sha256:
+            entry = parse_line(state.head.entries, text, LogRecord).entry
+            assert isinstance(entry, SignedEntry)
+            return entry
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
