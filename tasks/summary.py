@@ -84,7 +84,8 @@ def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
 def run_description(content: Mapping[str, Any], prefect: str | None, output: Path) -> str:
     """The description of a run's page in MLflow (Markdown), from its lifecycle.json; `prefect`: its page there."""
     rows = evaluation_rows(content["evaluation"]) if content["evaluation"] is not None else []
-    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}.", ""]
+    why = f": {content['failure']}" if "failure" in content else "."
+    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}{why}", ""]
     lines += [*markdown_table(("result", "value"), rows), ""] if rows else []
     if (registered := content["registered"]) is not None:
         address = f"#/models/{quote(registered['name'])}/versions/{registered['version']}"

@@ -233,6 +233,16 @@ def test_every_registered_page_is_among_them(output: Path) -> None:
     assert missing <= PARTS
 
 
+def test_a_dark_screen_prints_black_on_white(address: str, window: Page) -> None:
+    window.emulate_media(color_scheme="dark", media="print")
+    window.goto(f"{address}/evaluations")
+    assert window.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert window.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    # Colors of the light page: what is grey on dark would hardly be seen on paper.
+    assert window.evaluate("getComputedStyle(document.querySelector('.small')).color") == "rgb(76, 85, 99)"
+    assert not window.locator("header").is_visible()
+
+
 def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str, output: Path, window: Page) -> None:
     policy = find("ppo-read", open_lineage_store(output, None)).sha256[:12]
     window.goto(f"{address}/rollouts/{policy}")
