@@ -48,7 +48,7 @@ LOCAL = re.compile(r"http://127\.0\.0\.1:|file:///")
 """Addresses on this machine."""
 SCREENS = (("light", 1400), ("dark", 390))
 """A wide screen, and a phone at night."""
-PICTURED = {"review", "question", "diff", "withdrawals", "chat"}
+PICTURED = {"prompts", "review", "question", "diff", "withdrawals", "chat"}
 """Pages of which docs/images has pictures from a synthetic lifecycle; of all others it has the quickstart's."""
 COLORS = 96
 MAX_CLICKS = 7
@@ -185,7 +185,7 @@ def paths(output: Path) -> dict[str, str]:
         "rollouts": f"/rollouts/{policy[:12]}",
         "tokens": f"/rollouts/{policy[:12]}/tokens?iteration=1&row=7&by=kl",
         "extremes": f"/rollouts/{policy[:12]}/extremes?iteration=1&by=kl",
-        "by prompt": f"/rollouts/{policy[:12]}?order=prompt",
+        "prompts": f"/rollouts/{policy[:12]}?order=prompt&text=reply",
         "diff": f"/rollouts/{policy[:12]}/diff?first=0&second=1",
         "review": "/review",
         "question": f"/review/{session.name}?number=1",
@@ -294,7 +294,7 @@ def test_curves_have_axes_values_and_choices_in_the_address(output: Path, window
             process.wait()
 
 
-REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart"))
+REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart")).resolve()
 """A finished quickstart, of which the pictures in docs/images are made."""
 
 
@@ -309,7 +309,6 @@ def test_a_real_run_and_its_report_fit_a_phone(window: Page) -> None:
         "front": f"{address}/",
         "run": f"{address}/runs/{run}",
         "rollouts": rollouts,
-        "prompts": f"{rollouts}?order=prompt",
         "tokens": f"{rollouts}/tokens?iteration=13&row=3&by=kl",
         "extremes": f"{rollouts}/extremes?iteration=13&by=advantage",
         "lineage": f"{address}/lineage",
