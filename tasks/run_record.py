@@ -99,7 +99,8 @@ class RunRecord:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._stack:
-            status, mlflow_status, failure = "completed", "FINISHED", None
+            status, mlflow_status = "completed", "FINISHED"
+            failure: str | None = None
             if error is not None and is_cancelled(error):
                 status, mlflow_status = "interrupted", "KILLED"
             elif error is not None:

@@ -46,7 +46,7 @@ LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 PUBLIC_KEY = "keys/signing.pub"
 """The key that signs today, in an output directory."""
 LAST_BYTES = 2**18
-"""Of a log, in which its last entry is looked for."""
+"""How much of a log's end is read for its last entry."""
 
 
 class LogTail:
