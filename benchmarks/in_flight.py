@@ -6,7 +6,8 @@ Real engines, vLLM and DeepSpeed, in processes of their own with one thread each
 replies, these end at random, so that their lengths differ by more than 20 times, and the small model's calls sleep
 until they have taken what they would take on devices of their own: 20 ms a token of the longest reply, 0.5 s an
 optimizer step, so that a rollout takes about as long as an update. `quickstart` is the first PPO stage of
-configs/quickstart.yaml with its base and a function as reward, and nothing sleeps. Every call of the generator and of
+configs/quickstart.yaml with its base and a function as reward, at a learning rate so small that replies keep their
+lengths in every mode, and nothing sleeps. Every call of the generator and of
 the trainer writes its begin and end; idle is the share of the time, from the second iteration on, in which a process
 had none.
 """
@@ -72,7 +73,7 @@ def task_of(name: str) -> tuple[FreshBase, dict[str, Any]]:
     if name == "lengths":
         return BASE, LENGTHS
     content = yaml.safe_load((Path(__file__).parents[1] / "configs" / "quickstart.yaml").read_text())
-    return FreshBase(**content["base"]), content["ppo"]["stages"][0]
+    return FreshBase(**content["base"]), content["ppo"]["stages"][0] | {"lr": 1e-6}
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Ray's workers on this machine, forked from processes that have imported their libraries.
 
-Ray starts Python for each worker, which imports Ray (1 CPU second), and a Workhorse torch, transformers and DeepSpeed
-(6 more) or vLLM (7). Here a worker is the fork of a process that did so once, and shares its memory. The servers form a
-tree, whose branches start when the first worker needs them:
+Ray starts Python for each worker, which imports Ray (1 CPU second), a Workhorse torch, transformers and DeepSpeed (6
+more) or vLLM (7), and a stage torch, transformers and MLflow. Here a worker is the fork of a process that did so once,
+and shares its memory. The servers form a tree, whose branches start when the first worker needs them:
 
     first server → torch and transformers, or nothing → each kind of libraries → each Ray and job, with Ray → workers
 
@@ -34,7 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
-from xray_runtime.cluster.pool.libraries import KEEP_MEMORY, VARIABLE, import_libraries, prepare_imports
+from xray_runtime.cluster.pool.libraries import (
+    KEEP_MEMORY,
+    STAGE,
+    UNUSED,
+    VARIABLE,
+    import_libraries,
+    prepare_imports,
+)
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
 
@@ -174,9 +181,16 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
 
 
 def import_torch() -> None:
-    """Import what every kind of Workhorse needs."""
+    """Import what every stage and every kind of Workhorse needs."""
     prepare_imports(threads=1)
     from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+
+def import_mlflow() -> None:
+    """Import what else a stage needs. It may also use libraries that no Workhorse does, as may a user's reward."""
+    for library in UNUSED:
+        sys.modules.pop(library, None)
+    importlib.import_module("mlflow")
 
 
 def import_plug(name: str) -> None:
@@ -193,6 +207,8 @@ def _import(request: WorkerRequest, step: int) -> None:
     if step < RAY_STEP:
         if request.libraries and step == 0:
             import_torch()
+        elif request.libraries == STAGE:
+            import_mlflow()
         elif request.libraries:
             import_plug(request.libraries)
         return

@@ -28,6 +28,7 @@ from xray.deployments.local_ray import is_dead, ray_servers, running_ray, tempor
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
+from xray_runtime.cluster.pool.libraries import STAGE, worker_options
 from xray_runtime.kernel.network import check_addresses
 from xray_runtime.kernel.processes import QUIET, without_collection
 from xray_runtime.kernel.template_database import copy_template, sqlite_address
@@ -155,7 +156,7 @@ def _start_stage_process() -> None:
     """Have Ray start the process of the first stage, so that its imports load meanwhile."""
     import ray
 
-    ray.remote(num_cpus=0, max_retries=0)(_import_libraries).remote()
+    ray.remote(num_cpus=0, max_retries=0, **worker_options(STAGE))(_import_libraries).remote()
 
 
 @without_collection()

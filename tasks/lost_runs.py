@@ -56,6 +56,7 @@ def _running(path: Path) -> dict[str, Any] | None:
 def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.prefect_run import crash_lost_flow_run
     from xray.tasks.run_summary import end_record
+    from xray_runtime.kernel.config.validation import ConfigError
     from xray_runtime.kernel.credentials import tracking_address
     from xray_runtime.kernel.history.evidence import evidence
     from xray_runtime.kernel.tracking.mlflow_tracker import abandon_run
@@ -67,7 +68,14 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     if facts is None:
         log.warning("%s: no run of the signed log wrote it; it is left as it is", path)
         return
-    end_record(output, path, json.dumps(facts | {"status": "failed"}, indent=2))
+    try:
+        # Nobody waits here for an agent that is gone.
+        evidence().require_signer()
+        end_record(output, path, json.dumps(facts | {"status": "failed"}, indent=2))
+    except (ConfigError, OSError) as error:
+        # The run's own error counts. The next run of this lifecycle ends this one.
+        log.error("%s: the end of the run is not signed: %s", path, error)
+        return
     try:
         tags = {LOG_TAG: view(output).mark}
         abandon_run(tracking_address() or own_store(output), content["run_id"], tags)

@@ -49,7 +49,7 @@ def stage(
     from xray_runtime.cluster.plain_errors import plain
     from xray_runtime.kernel.cores import give_way
     from xray_runtime.kernel.graph.kinds import import_kind
-    from xray_runtime.kernel.processes import redirect_output
+    from xray_runtime.kernel.processes import redirect_output, return_freed_memory
     from xray_runtime.kernel.store.function_digest import remember_sources
 
     os.environ |= {name: value.get_secret_value() for name, value in context.variables.items()}
@@ -77,6 +77,9 @@ def stage(
         # A person asked to stop, so Prefect must not show a failure.
         log.info("%s", error_summary(error))
         return Cancelled(name="Stopped", message=error_summary(error))
+    finally:
+        # The process waits for the next stage, beside the models of this one.
+        return_freed_memory()
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
 

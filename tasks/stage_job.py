@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from prefect.context import TaskRunContext
@@ -31,6 +31,8 @@ from xray.tasks.this_flow import PAGE
 from xray_runtime.cluster.device_time import DeviceTime
 from xray_runtime.cluster.opening import model_opener
 from xray_runtime.cluster.pictures import picture_folders
+from xray_runtime.cluster.pool.placement import cluster_machine
+from xray_runtime.cluster.readings import Readings
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.energy import EnergyMeter
@@ -59,6 +61,9 @@ from xray_runtime.kernel.tracking.recorder import StageRecorder
 from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.models.merging import base_of, full_model
 from xray_runtime.models.transformers_import import import_transformers
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.rewards.journal import Journal, publish_answers
 
 log = logging.getLogger(__name__)
@@ -91,7 +96,7 @@ class StageJob:
         self._progress = StageProgress(spec.name, context.run_id)
         self._tracker = Tracker(context.tracking_uri, context.experiment, None)
         self._start, self._started = time.perf_counter(), datetime.now(UTC)
-        self._devices = DeviceTime()
+        self._devices, self._readings = DeviceTime(), Readings()
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -125,7 +130,8 @@ class StageJob:
         self._energy = EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
-            evidence().log_checkpoints(self._output, {checkpoint.path.name: checkpoint.sha256}, here=True)
+            published = {checkpoint.path.name: checkpoint.sha256}
+            evidence().log_checkpoints(self._output, published, here=True, renew=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
             figure = training_figure(self._kind.panels, series)
@@ -206,7 +212,7 @@ class StageJob:
                 check_unchanged(outside, self._memory)
             check_numbers(spec.name, built, self._kind.results)
             recorder.seal_metrics()
-            facts = self._facts(mlflow_run_id, attempts)
+            facts = self._facts(mlflow_run_id, attempts, built)
             checkpoint = store.publish(
                 built,
                 self._identity,
@@ -217,8 +223,8 @@ class StageJob:
             )
         return checkpoint, attempts
 
-    def _facts(self, mlflow_run_id: str, attempts: int) -> RunFacts:
-        context, task_run = self._context, TaskRunContext.get()
+    def _facts(self, mlflow_run_id: str, attempts: int, built: Path) -> RunFacts:
+        context, task_run, readings = self._context, TaskRunContext.get(), self._readings.nats
         return RunFacts(
             flow_run_id=context.flow_run_id,
             task_run_id=str(task_run.task_run.id) if task_run is not None else None,
@@ -227,6 +233,7 @@ class StageJob:
             mlflow_run_id=mlflow_run_id,
             mlflow_parent_run_id=context.run_id,
             gates=context.gates if self._kind.sides is not None else None,
+            readings={self._spec.name if name == built.name else name: nats for name, nats in readings.items()},
             device_seconds=round(self._devices.seconds, 3),
             energy_joules={name: round(joules, 3) for name, joules in self._energy.joules().items()},
             outside=[
@@ -252,12 +259,22 @@ class StageJob:
             config=self._config,
             inputs=inputs,
             runtime=runtime,
-            open_models=self._devices.measured(opener, runtime),
+            open_models=self._devices.measured(self._readings.collected(opener), runtime),
             functions=self._functions,
             kept=recorder.kept,
             kept_shared=recorder.kept_shared,
             seal=recorder.seal,
+            too_long=_too_long(runtime),
         )
+
+
+def _too_long(runtime: RuntimeConfig) -> Callable[[ModelSpec, int], str | None]:
+    def found(spec: ModelSpec, tokens: int) -> str | None:
+        from xray_runtime.ops.planner.long_rows import too_long
+
+        return too_long(spec, tokens, lambda: cluster_machine(runtime))
+
+    return found
 
 
 def _ensure_bases(store: Store, directory: Path) -> None:

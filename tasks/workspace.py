@@ -30,6 +30,7 @@ from xray.tasks.stage import stage
 from xray.tasks.submitted import SubmittedTask, SubmittedTasks
 from xray.tasks.task_runner import task_runner
 from xray_runtime.cluster.opening import prestart_models
+from xray_runtime.cluster.pool.libraries import STAGE, worker_options
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.cluster.pool.nodes import node_addresses, nodes, only_node
 from xray_runtime.cluster.pool.placement import cluster_machine, with_device
@@ -252,7 +253,8 @@ class Workspace(Graph):
         # Without SPREAD all tasks, which need no device, would run on the driver's node.
         where = NodeAffinitySchedulingStrategy(self.context.node, soft=False) if self.context.node else "SPREAD"
         # Ray repeats a task whose worker died under the same id, so that dependent tasks keep waiting for it.
-        with remote_options(num_cpus=0, max_retries=self.runtime.retries, scheduling_strategy=where):
+        options = {"num_cpus": 0, "max_retries": self.runtime.retries, "scheduling_strategy": where}
+        with remote_options(**options, **worker_options(STAGE)):
             future = self._runner.submit(task, parameters)
         self._tasks.add(name, future, [handle.name for handle in parents])
 

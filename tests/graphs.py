@@ -1,8 +1,10 @@
-"""Eight graphs that a unit test plans and `tests/e2e/test_any_graph.py` runs: five examples, and three here."""
+"""Nine graphs that a unit test plans and `tests/e2e/test_any_graph.py` runs: five examples, and four here."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -40,6 +42,18 @@ def evaluate_alone(output: str = "runs/evaluate", num_prompts: int = 16) -> None
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
         base = xray.fresh_base(chats, **SIZES)
         xray.evaluate(base, against=base, prompts=chats, gold="vader", num_prompts=num_prompts)
+
+
+@flow(task_runner=xray.task_runner(), persist_result=False)
+def self_distillation(output: str = "runs/self-distillation", iterations: int = 4) -> None:
+    """A policy learns from itself: from what it says once it is shown the right answer (SDFT)."""
+    lesson = importlib.import_module("examples.lessons.05_grpo_with_a_verifier")
+    problems = Path(output).absolute() / "problems.jsonl"
+    lesson.write_problems(problems)
+    shown: dict[str, Any] = {"source": "policy", "demonstration": "answer"}
+    with xray.workspace(output, project="self-distillation"):
+        data, sft = lesson.half_right(problems)
+        xray.distill(sft, prompts=data, distillation=shown, iterations=iterations, max_new_tokens=4, lr=1e-3)
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,14 @@ GRAPHS: dict[str, GraphCase] = {
         "min",
         small={"steps": 6, "imitate.steps": 30} | FEW_CHATS,
         imports=("tests.imitate",),
+    ),
+    "self-distillation": GraphCase(
+        "tests.graphs:self_distillation",
+        "distill",
+        {"distill.distillation.coef": {"low": 0.5, "high": 2.0}, "iterations": {"low": 1, "high": 3}},
+        "kl/teacher_k1",
+        "min",
+        small={"iterations": 4, "sft.steps": 30, "distill.prompts_per_iteration": 16, "distill.minibatch_size": 8},
     ),
     "rejection sampling": GraphCase(
         "examples.lessons.03_own_reward:own_reward",

@@ -1,7 +1,7 @@
 """Kill the processes of a stage whose replies run across updates.
 
 `python -m tests.chaos.in_flight --cases 40 --seed 0` kills the driver, the stage (which holds the rollout worker), the
-generator and the learner of lifecycles with `in_flight_updates`, once an iteration of theirs is recorded. No other run
+generator and the learner of lifecycles with `in_flight_updates`, spread over their recorded iterations. No other run
 has the schedule of such a lifecycle, so it is held against itself: what was recorded before a kill is in its ledger,
 unchanged; its replay, of all iterations and of one in the middle, has the same bytes.
 """
@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.kernel.store.manifest import LEDGER
 
 VICTIMS = {name: TARGETS[name] for name in ("driver", "stage", "generator", "learner")}
-FAULTS = 5
-"""Faults injected into each lifecycle."""
+FAULTS, APART = 10, 1
+"""Faults injected into each lifecycle, and the iterations recorded between them at least."""
 STAGE = "ppo-1"
 PATIENCE = ("runtime.retries=20", "runtime.restarts=20", "runtime.stall_timeout_s=240")
 MIDDLE = 5
@@ -41,9 +42,10 @@ class Records:
     def __init__(self) -> None:
         self.lines: dict[Path, dict[str, dict[str, Any]]] = {}
         """Output → key → line of the journal."""
+        self._faults = Counter[Path]()
 
     def moment(self, output: Path, stage: str) -> str | None:
-        """Record and describe the journal, once an iteration is in it."""
+        """Record and describe the journal, once as many iterations are in it as the fault waits for."""
         for path in output.glob(f"snapshots/{stage}-*/answers.jsonl"):
             *whole, _ = path.read_text().split("\n")
             found = {line["key"]: line for line in map(json.loads, whole)}
@@ -51,7 +53,10 @@ class Records:
             known = self.lines.setdefault(output, {})
             assert known.items() <= found.items(), f"{path}: what was recorded has changed"
             known |= found
-            return f", {iterations} iterations and {len(found) - iterations} replies recorded" if iterations else None
+            if iterations <= APART * self._faults[output]:
+                return None
+            self._faults[output] += 1
+            return f", {iterations} iterations and {len(found) - iterations} replies recorded"
         return None
 
 

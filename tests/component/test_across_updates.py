@@ -31,6 +31,8 @@ from xray_runtime.rewards.journal import Journal
 from xray_runtime.trust.replay_answers import restore_recorded
 
 ITERATIONS = 6
+ATTEMPTS = 4
+"""At a run with a reply that has tokens of two versions."""
 RUNTIME = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
 
 
@@ -97,15 +99,18 @@ def files(root: Path) -> dict[str, bytes]:
 def test_replies_go_on_with_new_weights_and_a_replay_samples_the_same(
     cluster: None, tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:
-    attempt(tiny_model, tmp_path / "whole", tmp_path / "kept", engine)
-    shards = [read_shard(path).table.to_pylist() for path in sorted((tmp_path / "whole" / "out" / "ledger").iterdir())]
+    # On a busy machine an update may come when every reply of a run has ended.
+    for number in range(ATTEMPTS):
+        whole = tmp_path / f"whole-{number}"
+        attempt(tiny_model, whole, tmp_path / f"kept-{number}", engine)
+        shards = [read_shard(path).table.to_pylist() for path in sorted((whole / "out" / "ledger").iterdir())]
+        if mixed := sum(len(set(row["token_versions"])) > 1 for rows in shards for row in rows):
+            break
     groups = [row["group"] for rows in shards for row in rows]
     assert sorted(groups) == sorted([*range(4 * ITERATIONS)] * 2)
-    mixed = 0
     for iteration, rows in enumerate(shards):
         for row in rows:
             versions = np.array(row["token_versions"])
-            mixed += len(set(row["token_versions"])) > 1
             assert iteration - 2 <= versions.min() <= versions.max() <= iteration
             # Tokens of the version that learns are scored as they were sampled.
             current = versions == iteration
@@ -115,9 +120,9 @@ def test_replies_go_on_with_new_weights_and_a_replay_samples_the_same(
 
     replayed = tmp_path / "replayed-kept"
     replayed.mkdir()
-    restore_recorded(tmp_path / "whole" / "out", configured(engine), ITERATIONS - 1, Journal(replayed))
+    restore_recorded(whole / "out", configured(engine), ITERATIONS - 1, Journal(replayed))
     attempt(tiny_model, tmp_path / "replayed", replayed, engine)
-    assert files(tmp_path / "replayed") == files(tmp_path / "whole")
+    assert files(tmp_path / "replayed") == files(whole)
 
 
 def test_a_dead_generator_is_an_error_within_seconds(cluster: None, tiny_model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import ray
 from tests.e2e.conftest import ROOT
 from tests.waiting import wait_until
 from xray.deployments.fork_server import fork_server
-from xray_runtime.cluster.pool.libraries import FORK_SERVER, worker_options
+from xray_runtime.cluster.pool.libraries import FORK_SERVER, STAGE, worker_options
 
 pytestmark = pytest.mark.skipif(fork_server() is None, reason="this machine has a GPU, or is no Linux")
 
@@ -56,9 +56,14 @@ def probe(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("libraries", "modules"), [("trainer:deepspeed", {"torch", "deepspeed"}), ("generator:vllm", {"torch", "vllm"})]
+    ("libraries", "modules"),
+    [
+        ("trainer:deepspeed", {"torch", "deepspeed"}),
+        ("generator:vllm", {"torch", "vllm"}),
+        (STAGE, {"torch", "mlflow"}),
+    ],
 )
-def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, modules: set[str]) -> None:
+def test_a_worker_begins_with_its_libraries(cluster: None, libraries: str, modules: set[str]) -> None:
     first, second = (probe(**worker_options(libraries)) for _ in range(2))
     assert ray.get([first.modules.remote(), second.modules.remote()]) == [modules, modules]
     # Forks of one process must not draw the same numbers.

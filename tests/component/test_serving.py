@@ -203,9 +203,10 @@ def greedy_by_transformers(model: ServedModel) -> tuple[str, list[int]]:
 
 def test_a_model_and_its_adapters_are_served_with_their_own_tokens_and_names(cluster: None, model: ServedModel) -> None:
     """One story, since each start takes half a minute."""
-    lora, root = LoRAConfig(rank=3, target_modules=["o_proj", "q_proj"]), model.directory.parent
-    adapters, policies = [], []
-    for seed in (1, 2):
+    root, adapters, policies = model.directory.parent, [], []
+    # Of other ranks, and in other layers.
+    for seed, rank, layers in ((1, 3, ("o_proj", "q_proj")), (2, 9, ("q_proj", "up_proj", "v_proj"))):
+        lora = LoRAConfig(rank=rank, target_modules=list(layers))
         policy, tensors = root / f"policy-{seed}", learned(model.directory, lora, seed)
         copy_model(model.directory, policy)
         overwrite(policy, tensors.merged(lambda name, parameter: parameter.detach()), 0, 1)
@@ -214,7 +215,7 @@ def test_a_model_and_its_adapters_are_served_with_their_own_tokens_and_names(clu
             own = dict(tensors.unmerged(lambda name, parameter: parameter.detach()))
             write_adapter(built / ADAPTER, lora, own, model.directory.name, model.sha256)
             ref = Store(root).publish(built, identity, type="Model", step=1, dataset=None)
-        adapters.append(ServedAdapter(f"tuned-{seed}", ref.path, ref.sha256, 3, ("o_proj", "q_proj")))
+        adapters.append(ServedAdapter(f"tuned-{seed}", ref.path, ref.sha256, rank, layers))
         policies.append(dataclasses.replace(model, directory=policy, sha256=ref.sha256))
     with serving(dataclasses.replace(model, tensor_parallel=1, adapters=tuple(adapters))) as (server, address):
         expected = [greedy_by_transformers(policy) for policy in policies]

@@ -32,7 +32,7 @@ def picture_agent(output: str = "runs/picture-agent", family: str = "qwen2_5_vl"
     rows = write_pictures(pictures, count=120, right=1.0)
     write_model(model, family)
     sampled: dict[str, Any] = {"max_new_tokens": 4, "generator": {"engine": "transformers"}}
-    asked: dict[str, Any] = {"environment": {"agent": "tests.e2e.picture_agent:play", "max_tokens": 128}}
+    asked: dict[str, Any] = {"environment": {"agent": play, "max_tokens": 64}}
     with xray.workspace(output, project="agent", seed=0):
         data = xray.prepare(source=str(rows), pictures=str(pictures), columns=["answer"], heldout_fraction=0.2)
         base = xray.base(model=str(model))

@@ -17,6 +17,7 @@ from tests.e2e.exposure import Exposure
 from tests.e2e.serving import Load, changed, serving, wait_for
 from tests.unit.trust.commands import xray as in_process
 from xray_runtime.data.ledger import LedgerShard, read_shard, shard_path
+from xray_runtime.kernel.evidence.statement import read_statement
 from xray_runtime.kernel.history.reference import resolve
 from xray_runtime.kernel.store.checkpoints import verify
 from xray_runtime.methods.evaluate.config import PromotionConfig
@@ -130,6 +131,21 @@ def test_mlflow_shows_what_came_from_what(first: Outcome, output: Path) -> None:
     assert [m.step for m in history] == [0, 1, 2, 3]
     artifacts = {a.path for a in client.list_artifacts(content["run_id"])}
     assert {"config.yaml", "lifecycle.json", "report.html"} <= artifacts
+
+
+def test_vllm_compared_what_it_read_with_what_was_trained(first: Outcome) -> None:
+    """Each trained policy's files, before the first stage that samples from it, as its signed statement says."""
+    found = {stage["name"]: Path(stage["checkpoint"]["uri"]) for stage in first.lifecycle["stages"]}
+    readings = {name: read_statement(path).predicate.details.run.readings for name, path in found.items()}
+    policies = [found[name].name for name in ("sft", "ppo-1", "ppo-2")]
+    expected = {name: set[str]() for name in NAMES} | {
+        "preferences": {policies[0]},
+        "ppo-1": {policies[0], "ppo-1"},
+        "ppo-2": {policies[1], "ppo-2"},
+        "evaluate": {policies[0], policies[2]},
+    }
+    assert {name: set(each) for name, each in readings.items()} == expected
+    assert all(0 <= nats < 1e-5 for each in readings.values() for nats in each.values())
 
 
 def test_the_report_is_one_file(first: Outcome, output: Path) -> None:

@@ -121,16 +121,22 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1 + EPSILON_HIGH},
     "k3": {"loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": False},
     "weighted_k3": {"loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": True},
+    "sapo": {"loss_type": "sapo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo"},
+    "gmpo": {"epsilon_high": EPSILON},
 }
 
 
-def grpo_trainer(folder: str, rewards: Callable[..., list[float | None]], **fields: Any) -> Any:
+def grpo_trainer(folder: str, rewards: Callable[..., list[float | None]], name: str = "grpo", **fields: Any) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # type: ignore[import-not-found]
 
+    configs, trainer_class = (GMPOConfig, GMPOTrainer) if name == "gmpo" else (GRPOConfig, GRPOTrainer)
     settings = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "max_completion_length": MAX_TOKENS} | fields
-    config = GRPOConfig(**arguments(folder, num_generations=4, per_device_train_batch_size=12, **settings))
-    trainer = GRPOTrainer(
+    config = configs(**arguments(folder, num_generations=4, per_device_train_batch_size=12, **settings))
+    trainer = trainer_class(
         model=causal_lm(),
         reward_funcs=rewards,
         args=config,
@@ -161,7 +167,7 @@ def grpo_losses(folder: str) -> dict[str, Any]:
     cases = {}
     for name, settings in GRPO_CASES.items():
         # A reference would be loaded by name from a hub; its log-probabilities are given.
-        trainer = grpo_trainer(folder, no_rewards, **{k: v for k, v in settings.items() if k != "beta"})
+        trainer = grpo_trainer(folder, no_rewards, name, **{k: v for k, v in settings.items() if k != "beta"})
         trainer.beta = settings.get("beta", 0.0)
         leaf = given["logprobs"].clone().requires_grad_()
         entropies = torch.zeros_like(leaf)
@@ -199,6 +205,20 @@ def grpo_advantages(folder: str) -> dict[str, Any]:
         trainer.reward_weights = trainer.reward_weights.double()
         cases[name] = generated(trainer)
     return cases
+
+
+def divergences() -> dict[str, Any]:
+    """GKD's divergence of two distributions at each of six tokens, with the gradient of the student's logits."""
+    from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
+
+    draw = Draw(7)
+    student, teacher = draw.normal(1, 6, len(WORDS), deviation=2.0), draw.normal(1, 6, len(WORDS), deviation=2.0)
+    found = {}
+    for beta in (0.0, 0.3, 1.0):
+        leaf = student.clone().requires_grad_()
+        summed = GKDTrainer.generalized_jsd_loss(leaf, teacher, beta=beta, temperature=0.7, reduction="sum")
+        found[str(beta)] = differentiated(summed, leaf)
+    return {"student": student, "teacher": teacher, "temperature": 0.7, "by_beta": found}
 
 
 def rloo_trainer(folder: str) -> Any:
@@ -440,6 +460,7 @@ def main() -> None:
             "policy": grpo_losses(folder),
             "rewards": REWARDS,
             "advantages": grpo_advantages(folder),
+            "divergences": divergences(),
             "rloo": rloo(folder),
             "dpo": dpo_losses(folder),
             "cpo": cpo_losses(),

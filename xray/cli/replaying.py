@@ -32,7 +32,7 @@ Modules = Annotated[
 ]
 
 
-PREFIX, LOCK = "xray-replay-", ".lock"
+PREFIX, LOCK, NEW_LOCK = "xray-replay-", ".lock", ".lock.new"
 
 
 @contextlib.contextmanager
@@ -47,11 +47,16 @@ def scratch_directory(output: Path | None) -> Iterator[Path]:
         with contextlib.suppress(OSError), FileLock(left, timeout=0):  # filelock's Timeout is one
             shutil.rmtree(left.parent)
     tag = start_reaper()
-    try:
-        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as scratch, FileLock(Path(scratch, LOCK)):
-            yield Path(scratch)
-    finally:
-        kill_tagged(tag)
+    # Another call may remove it while this one does: what is left then is for the next.
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder, ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        with FileLock(scratch / NEW_LOCK):
+            # Other calls see a lock that is held, and none between its file and its lock.
+            (scratch / NEW_LOCK).rename(scratch / LOCK)
+            try:
+                yield scratch
+            finally:
+                kill_tagged(tag)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
     pad: dict[str, Any] = {
         field: torch.nn.functional.pad(getattr(rollout, field), (0, 2)) for field in ("rewards", "mask", "values")
     }
-    pad["streams"] = _probe(rollout).map(lambda s, x: torch.nn.functional.pad(x, (0, 2)) if s in BY_TOKEN else x)
+    wider = dict.fromkeys(BY_TOKEN, (0, 2)) | dict.fromkeys(TOPK, (0, 0, 0, 2))
+    pad["streams"] = _probe(rollout).map(lambda s, x: torch.nn.functional.pad(x, wider.get(s, (0, 0))))
     padded, _ = estimate(estimator, replace(rollout, **pad), name)
     if not _equal(padded[:, : plain.shape[1]], plain):
         raise ValueError(f"advantages: {name} depends on padding: count tokens where `mask` is True alone")
@@ -161,6 +162,8 @@ def _rollout() -> AdvantageInputs:
     streams["versions"] = torch.arange(mask.numel()).reshape(mask.shape) % 3
     streams |= {"sources": normal(batch, 2), "source_weights": normal(2).abs()}
     streams["seat_means"] = normal(batch)
+    streams["topk_ids"] = torch.arange(NUM_TOP).expand(*mask.shape, NUM_TOP)
+    streams["topk_logprobs"] = (-normal(*mask.shape, NUM_TOP).abs() - 1.5).log_softmax(-1) - 0.1
     probe = Probe(streams, lambda name: _column(name, batch), set())
     return AdvantageInputs(rewards.sum(-1), rewards, mask, groups, values, nothing, 0.9, 0.8, probe)
 

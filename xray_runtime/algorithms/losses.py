@@ -40,17 +40,6 @@ class PolicyLossInputs(TokenStreams):
         return read(self.streams, "groups")
 
     @property
-    def topk_ids(self) -> Tensor:
-        """int32 [R, k]: the sampler's `top_logprobs` likeliest tokens in the place of each token; −1 where top-p, top-k
-        or min-p left fewer."""
-        return read(self.streams, "topk_ids")
-
-    @property
-    def topk_logprobs(self) -> Tensor:
-        """[R, k]: the sampler's own of these; `logprobs.NO_LOGPROB` where there is none."""
-        return read(self.streams, "topk_logprobs")
-
-    @property
     def topk_policy_logprobs(self) -> Tensor:
         """[R, k]: the policy's of these, with gradient."""
         return read(self.streams, TOPK_POLICY_LOGPROBS)

@@ -62,8 +62,19 @@ class TokenStreams:
 
     @property
     def teacher_logprobs(self) -> Tensor:
-        """The teacher's, of the stage's `distillation`."""
+        """The teacher's, of the stage's `distillation`; the policy's own where it reads other text than the reply."""
         return read(self.streams, "teacher_logprobs")
+
+    @property
+    def topk_ids(self) -> Tensor:
+        """int32 [R, k], or [B, T, k]: the sampler's `top_logprobs` likeliest tokens in the place of each token; −1
+        where top-p, top-k or min-p left fewer."""
+        return read(self.streams, "topk_ids")
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """[R, k], or [B, T, k]: the sampler's own of these; `logprobs.NO_LOGPROB` where there is none."""
+        return read(self.streams, "topk_logprobs")
 
     def column(self, name: str) -> Tensor:
         """The numbers in a column of the dataset, float64: [B] for advantages, NaN where a row has none; for a loss,

@@ -10,6 +10,7 @@ from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
+from xray_runtime.kernel.processes import return_freed_memory
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.generator_spec import GeneratorSpec
@@ -38,6 +39,7 @@ class Generator(Workhorse):
             self.device = torch.device("cpu")  # this process has no GPU
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config, spec.adapter):
+                self._engine.readings.clear()  # of another stage
                 self._engine.restart(spec.directory)
                 self._engine.read_pictures(spec.pictures)
                 self._engine.sleep()
@@ -53,6 +55,7 @@ class Generator(Workhorse):
         if hasattr(self, "_engine"):
             self._engine.weights.forget()
             self._engine.sleep()
+        return_freed_memory()
 
     def sleep(self, synced_next: bool = False) -> None:
         """`Generation.sleep`."""
@@ -61,6 +64,10 @@ class Generator(Workhorse):
     def wake_up(self) -> None:
         """`Generation.wake_up`."""
         self._engine.wake_up()
+
+    def readings(self) -> dict[str, float]:
+        """`Generation.readings`."""
+        return self._engine.readings
 
     def layers_of(self, names: set[str]) -> set[str]:
         return self._engine.layers_of(names)

@@ -119,6 +119,7 @@ class _WithoutRows(Protocol):
 
     load_weights: RemoteMethod[[WeightUpdate], int]
     load_checkpoint: RemoteMethod[[Path, int], None]
+    readings: RemoteMethod[[], dict[str, float]]
     save: Save
     save_state: RemoteMethod[[Path], None]
     check_state: RemoteMethod[[Path], str | None]
@@ -204,5 +205,6 @@ class WorkhorseHandle(Protocol):
     verify_weights: RemoteMethod[[WeightUpdate, int, int], None]
     load_weights: RemoteMethod[[WeightUpdate, bool], int]
     load_checkpoint: RemoteMethod[[Path, int], None]
+    readings: RemoteMethod[[], dict[str, float]]
     revert_weights: RemoteMethod[[], None]
     receive: RemoteMethod[[str, dict[str, Any], int], None]

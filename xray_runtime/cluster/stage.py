@@ -50,3 +50,6 @@ class Stage(Generic[C, I]):
     """The same in the shared store, for attempts on other machines."""
     seal: Seal = field(default_factory=process_seal)
     """Kept files are read only if they carry this seal."""
+    too_long: Callable[[ModelSpec, int], str | None] = lambda spec, tokens: None
+    """Why a model cannot train on a row of so many tokens, in words that follow the row's name; None: it can. Called
+    before models are opened."""

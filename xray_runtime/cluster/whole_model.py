@@ -22,6 +22,7 @@ from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import check_environment
 from xray_runtime.cluster.progress import find_progress
 from xray_runtime.cluster.protocols import Ref, Scattered, WholeModelHandle, WorkhorseHandle, get
+from xray_runtime.cluster.published_model import PublishedModel
 from xray_runtime.cluster.staging import FileStager, merge_copy
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
@@ -46,7 +47,7 @@ K = TypeVar("K", bound=ColumnBatch)
 
 
 @plain_errors
-class WholeModel:
+class WholeModel(PublishedModel):
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
@@ -270,17 +271,6 @@ class WholeModel:
             calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
             digests = {name: sha256 for part in self._get(calls, here) for name, sha256 in part.items()}
             write_digests(directory, directory, digests)
-
-    def _check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], here: list[int]) -> None:
-        """`published_check.check_published`, by the first rank on this node, or in this process."""
-        answers = self._call(lambda w: w.tried_logprobs.remote())
-        tried = next((each for each in answers if each[1]), answers[0])
-        if here:
-            self._get([self._workhorses[here[0]].check_saved.remote(directory, head_file, written, tried)], here[:1])
-            return
-        from xray_runtime.models.published_check import check_published
-
-        check_published(directory, self._spec.directory, written, tried, head_file)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""

@@ -277,6 +277,8 @@ class Scores(ColumnBatch[A]):
     """Only where sets are kept, of which all log-probabilities then are."""
     ref_logprobs: Ragged[A] = _REF_LOGPROBS
     teacher_logprobs: Ragged[A] = _TEACHER_LOGPROBS
+    teacher_reads: A = column("[B]", "bool", "ppo.teachers", _EXPERIENCE, "False: it reads other text than the reply")
+    """Only where a teacher has another vocabulary."""
     teacher_topk_ids: Ragged[A] = _TEACHER_TOPK_IDS
     teacher_topk_logprobs: Ragged[A] = _TEACHER_TOPK_LOGPROBS
     values: Ragged[A] = _VALUES

@@ -105,16 +105,27 @@ class ConversationTokens:
         """Reason → number of skipped replies."""
         row_of = np.repeat(np.arange(len(counts)), counts)
         self._rows = np.unique(row_of[fit])
+        self._starts, self._lengths = starts, lengths
+        self.ends = np.where(fit, starts + lengths, 0)
+        """Tokens of a row up to the end of each reply of the dataset; 0 for those that are skipped."""
 
     def list_dropped(self, rows: DroppedRows) -> None:
-        """Report skipped replies, by the ids of the dataset's pairs."""
+        """Report skipped replies, by the ids of the dataset's pairs, with the tokens of what is too long."""
         left = np.flatnonzero(self._too_long[PROMPT] | self._too_long[REPLY])
-        ids = (name for one in conversations(Pairs(self._pairs, Example)) for name in one.ids)
-        at = 0
+        ids, at = self._names(), 0
         for row in left.tolist():
             name = next(islice(ids, row - at, None))
             at = row + 1
-            rows.add(PROMPT if self._too_long[PROMPT][row] else REPLY, {"id": name})
+            reason, tokens = (PROMPT, self._starts) if self._too_long[PROMPT][row] else (REPLY, self._lengths)
+            rows.add(reason, {"id": name, "tokens": int(tokens[row])})
+
+    def id(self, reply: int) -> str:
+        """The id of the pair of a reply of the dataset."""
+        return next(islice(self._names(), reply, None))
+
+    def _names(self) -> Iterator[str]:
+        """The id of each reply's pair."""
+        return (name for one in conversations(Pairs(self._pairs, Example)) for name in one.ids)
 
     def __len__(self) -> int:
         """Number of rows with a reply to train on."""

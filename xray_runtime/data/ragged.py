@@ -92,9 +92,9 @@ class Ragged(Generic[A]):
         return places
 
     def dense(self: Ragged) -> np.ndarray:
-        """The rows [B, T], padded with 0."""
+        """The rows [B, T], or [B, T, k], padded with 0."""
         mask = self.mask()
-        out = np.zeros(mask.shape, dtype=self.values.dtype)
+        out = np.zeros((*mask.shape, *self.values.shape[1:]), dtype=self.values.dtype)
         out[mask] = self.values
         return out
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import xxhash
 
 from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
 from xray_runtime.data.pictures import PictureTokens
 from xray_runtime.data.ragged import Ragged
@@ -80,6 +81,7 @@ class Tokens:
         shards = stored(
             pairs, form, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report, read), seal
         )
+        self._pairs: Any = pairs, of
         self._ids = {name: [TokenColumn(shard.column(name)) for shard in shards] for name in REPLIES[of]}
         self._digests = [shard.column("prompt_digests") for shard in shards]
         self.prompt_lengths = joined([shard.column("prompt_lengths").to_numpy() for shard in shards], np.int64)
@@ -90,17 +92,45 @@ class Tokens:
         """Column → lengths of its rows [B]."""
         self.rows = np.arange(len(self.prompt_lengths))
         """Numbers of the rows in the dataset's file."""
+        self._dropped: list[tuple[str, int, int]] = []
 
     def longest(self) -> np.ndarray:
         """Tokens of each row, of its longest column [B]."""
         most: np.ndarray = np.max(list(self.lengths.values()), axis=0)
         return most
 
-    def keep(self, fits: np.ndarray) -> int:
-        """Leave only the rows where `fits` is true; returns the number of others."""
+    def together(self) -> np.ndarray:
+        """Tokens of each row, whose replies share their prompt [B]."""
+        whole: np.ndarray = np.sum(list(self.lengths.values()), axis=0)
+        return whole - (len(self.lengths) - 1) * self.prompt_lengths
+
+    def id(self, row: int) -> str:
+        """The id of a row's pair."""
+        return self._id(int(self.rows[row]))
+
+    def _id(self, number: int) -> str:
+        path, of = self._pairs
+        return str(Pairs(path, of)[number].id)
+
+    def keep(self, fits: np.ndarray, reason: str | None = None) -> int:
+        """Leave only the rows where `fits` is true; returns the number of others, which `list_dropped`
+        reports if there is a `reason`."""
+        if reason is not None:
+            others = zip(self.rows[~fits].tolist(), self.longest()[~fits].tolist(), strict=True)
+            self._dropped += [(reason, row, tokens) for row, tokens in others]
         self.rows, self.prompt_lengths = self.rows[fits], self.prompt_lengths[fits]
         self.lengths = {name: lengths[fits] for name, lengths in self.lengths.items()}
         return int((~fits).sum())
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of rows that `keep` left out for a reason."""
+        return len(self._dropped)
+
+    def list_dropped(self, rows: DroppedRows) -> None:
+        """Report these rows, by the ids of the dataset's pairs, with their tokens."""
+        for reason, row, tokens in self._dropped:
+            rows.add(reason, {"id": self._id(row), "tokens": tokens})
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

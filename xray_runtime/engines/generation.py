@@ -34,6 +34,8 @@ class Generation:
 
     Attributes:
         weights: the weights it holds, with their version.
+        readings: name of each checkpoint that it read from files and compared with what its trainer published
+            (`published_check.check_reader`) → the difference in nats.
     """
 
     def __init__(
@@ -51,6 +53,9 @@ class Generation:
         # A checkpoint of what was trained on this one has the adapter beside its weights.
         files_in = weight_files if adapter is None else lambda other: {} if other == directory else adapter_files(other)
         self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of, files_in)
+        self._config, self._device, self._sleeps = config, rank.device, runtime.generator_sleeps
+        self.readings = dict[str, float]()
+        self._begin(directory)
 
     def read_pictures(self, folders: tuple[Path, ...]) -> None:
         """Prompts may have pictures of these folders from now on."""
@@ -66,8 +71,24 @@ class Generation:
     def restart(self, directory: Path, version: int = 0) -> None:
         """Hold the weights of `directory`, which differs only in its weights (or has an adapter for them), as
         `version`."""
-        self._directory = directory
         self.weights.restart(directory, version)
+        self._begin(directory)
+
+    def _begin(self, directory: Path) -> None:
+        """Weights were read from the files of `directory`."""
+        self._directory, self._is_unchecked = directory, True
+        if not self._sleeps:  # else before the first sample, in its turn on the GPU
+            self._check_reading()
+
+    def _check_reading(self) -> None:
+        from xray_runtime.models.published_check import check_reader, read_tried
+
+        self._is_unchecked = False
+        if self._config.rounds_weights or not self.weights.is_as_read or (tried := read_tried(self._directory)) is None:
+            return
+        if (found := self._sampler.logprobs(tried.rows)) is not None:
+            given = tried, found, self._config.engine, self._config.precision(self._device)
+            self.readings[self._directory.name] = check_reader(self._directory, *given)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU; see `Sampler.receive`."""
@@ -92,6 +113,8 @@ class Generation:
         load failed midway.
         """
         self.weights.use(version)
+        if self._is_unchecked:
+            self._check_reading()
         self._sampler.catch_up(self.weights.held, version)
         replies = self._sampler.sample(prompts, seeds, sampling)
         ended = [reply.ended(sampling) for reply in replies]

@@ -101,6 +101,10 @@ class Sampler(Protocol):
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         """One reply a prompt, in order."""
 
+    def logprobs(self, rows: list[list[int]]) -> list[float] | None:
+        """The model's log-probability of each token but a row's first, one row after the other; None: it cannot say."""
+        return None
+
     def read_pictures(self, checkpoint: Path, folders: tuple[Path, ...]) -> None:
         """Prompts may have pictures of these folders from now on. With `capabilities.pictures`."""
         raise AssertionError(f"{type(self).__name__} does not support this call")

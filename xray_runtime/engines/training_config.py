@@ -105,6 +105,11 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
         if engine.tensor_parallel > 1 and engine.pipeline_parallel > 1:
             where = f"{name}.tensor_parallel = {engine.tensor_parallel} and pipeline_parallel > 1 together"
             raise ValueError(unsupported("lora", where, why="some ranks then wait for others without end"))
+        numbered = [each for each in lora.target_modules or () if any(part.isdigit() for part in each.split("."))]
+        if numbered and engine.pipeline_parallel > 1:
+            where = f"{name}.pipeline_parallel = {engine.pipeline_parallel}"
+            why = "a stage without adapters has nothing to train: name layers without their numbers"
+            raise ValueError(unsupported(f"lora.target_modules: {numbered}", where, why=why))
         if lora.quantize is not None and engine.tensor_parallel > 1:
             where = f"{name}.tensor_parallel = {engine.tensor_parallel}"
             raise ValueError(unsupported(f"lora.quantize = {lora.quantize!r}", where, why="its blocks are not split"))

@@ -79,8 +79,10 @@ def without_collection() -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what nothing refers to, and what the C library keeps: of a trained model all of it."""
+    """Return to the system what nothing refers to, and what libraries keep: of a trained model all of it."""
     gc.collect()
+    if arrow := sys.modules.get("pyarrow"):
+        arrow.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,6 +1,9 @@
 """A checkpoint as it was written, read by plain transformers and compared with the model that was trained, before it is
 signed: every tensor by its digest, and the log-probabilities of a few tokens.
 
+What the trainer computed of these tokens is published beside the files (`TRIED`): a generator that reads them later
+compares itself with it before it samples (`check_reader`).
+
 Files of float32 are mapped, so reading them takes no memory of its own. Where transformers puts experts together, it
 takes as much as the model, and so log-probabilities are compared only where that is free (`fits`).
 """
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -29,6 +32,8 @@ from xray_runtime.models.weight_files import HEAD_PREFIX, tensor_digest, tensors
 LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
 """Mean |log-probability difference| of the tried tokens, by the precision of the trainer's passes: bfloat16 rounds
 each weight, which the files hold in float32, to 8 bits."""
+TRIED = "logprobs.json"
+"""File of a checkpoint: rows of token ids, and its trainer's log-probability of each token but a row's first."""
 
 
 class PublishedError(RuntimeError):
@@ -89,6 +94,52 @@ def check_published(
         _check_logprobs(lm, directory, tried[1], LIMITS[tried[0]])
 
 
+class Tried(NamedTuple):
+    """The content of `TRIED`."""
+
+    precision: str
+    """That of the trainer's passes."""
+    rows: list[list[int]]
+    logprobs: list[float]
+
+
+def write_tried(directory: Path, precision: str, logprobs: Sequence[float]) -> None:
+    """Write `TRIED`, as `tried_ids` says."""
+    content = Tried(precision, tried_ids(directory), list(logprobs))._asdict()
+    (directory / TRIED).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_tried(directory: Path) -> Tried | None:
+    """The content of `TRIED`; None: the checkpoint has none, as one that was not trained here."""
+    file = directory / TRIED
+    return Tried(**json.loads(file.read_bytes())) if file.is_file() else None
+
+
+def check_reader(directory: Path, tried: Tried, found: Sequence[float], engine: str, precision: str) -> float:
+    """The mean |difference| of log-probabilities, in nats, of an `engine` that read the checkpoint in `directory`.
+
+    Args:
+        found: its log-probabilities of the tokens of `tried`, computed in `precision`.
+
+    Raises:
+        PublishedError: it is too large.
+    """
+    limit = max(LIMITS[tried.precision], LIMITS[precision])
+    off = _difference(found, tried.logprobs)
+    if not off <= limit:
+        raise PublishedError(
+            f"{directory.name}: {engine} computes log-probabilities from the files that differ by {off:.2g} nats from "
+            f"those of the model that was trained (at most {limit:g})"
+        )
+    return off
+
+
+def _difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    if len(found) != len(expected):
+        return float("nan")
+    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
+
+
 def fits(directory: Path) -> bool:
     """Whether half of the free memory holds the model."""
     size = sum(file.stat().st_size for file in set(weight_files(directory).values()))
@@ -135,7 +186,7 @@ def _check_logprobs(lm: Any, directory: Path, logprobs: Sequence[float], limit: 
         found, _ = own_logprobs(lm, ids, lengths)
     except ValueError as error:
         raise PublishedError(f"{directory.name}: {first_line(error)}") from error
-    off = float((found - torch.tensor(logprobs)).abs().mean()) if len(found) == len(logprobs) else float("nan")
+    off = _difference(found.tolist(), logprobs)
     if not off <= limit:
         raise PublishedError(
             f"{directory.name}: transformers computes log-probabilities from the files that differ by {off:.2g} nats "

@@ -2,7 +2,8 @@
 
 Whoever holds the directory's key can promote alone, or write any name into a decision. An approval counts by the digest
 of a person's key, which the lifecycle's config lists and the evaluation's signed statement keeps. What a person signed
-last counts, by the time in it: whoever holds the directory's key cannot log a withdrawn approval again.
+last counts, by the time in it: whoever holds the directory's key cannot log a withdrawn approval again. A person signs
+the end of the log too, so that what was said in another directory, or in a copy of this one, does not count here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from xray_runtime.kernel.evidence.envelope import (
 )
 from xray_runtime.kernel.evidence.kinds.approval import ApprovalGiven, LogApprovals
 from xray_runtime.kernel.evidence.log import view
-from xray_runtime.kernel.evidence.view import LogView
+from xray_runtime.kernel.evidence.view import Head, LogView
 from xray_runtime.kernel.history.promotion_check import Gate
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.manifest import Sha256
@@ -42,6 +43,8 @@ class Approval(BaseModel):
 
     name: str
     checkpoint: Sha256
+    head: str
+    """The end of the log that it is for, as `view.Head` writes it."""
     by: str
     note: str
     at: datetime
@@ -63,12 +66,14 @@ def approve(output: Path, *, name: str, checkpoint: str, key: Path, by: str, not
     public = public_bytes(key, "--key")
     require_agent(key)
     digest, now = load_public(public).keyid, datetime.now(UTC)
-    last = _last_words(view(output), name, checkpoint).get(digest)
+    log = view(output)
+    last = _last_words(log, name, checkpoint).get(digest)
     if withdrawn and (last is None or last.withdrawn):
         raise ConfigError(f"--withdraw: this key has not approved {checkpoint[:12]} as champion of {name!r}")
     # This counts from now on, even if the clock was set back.
     at = now if last is None else max(now, last.at + timedelta(microseconds=1))
-    approval = Approval(name=name, checkpoint=checkpoint, by=by, note=note, at=at, withdrawn=withdrawn)
+    fields: Any = {"name": name, "checkpoint": checkpoint, "head": str(log.head)}
+    approval = Approval(**fields, by=by, note=note, at=at, withdrawn=withdrawn)
     envelope = sign(_Record.of(approval, {name: checkpoint}), read_bounded(key)).decode()
     action: Any = "approve-end" if withdrawn else "approve"
     entry = ApprovalGiven(action=action, name=name, checkpoint=checkpoint, key=public.decode(), envelope=envelope)
@@ -76,8 +81,8 @@ def approve(output: Path, *, name: str, checkpoint: str, key: Path, by: str, not
     return digest
 
 
-def verified(given: ApprovalGiven) -> tuple[str, Approval]:
-    """(digest of the key, what it signed). Raises ValueError: it does not count."""
+def verified(given: ApprovalGiven, log: LogView) -> tuple[str, Approval]:
+    """(digest of the key, what it signed) of an entry of `log`. Raises ValueError: it does not count."""
     key, envelope = load_public(given.key.encode()), read_envelope(given.envelope.encode())
     require_signers(envelope, [key])
     approval = read_record(envelope, _Record).predicate
@@ -85,6 +90,9 @@ def verified(given: ApprovalGiven) -> tuple[str, Approval]:
         raise SignatureProblem("invalid", "it approves another candidate")
     if approval.withdrawn != (given.action == "approve-end") or approval.at.tzinfo is None:
         raise SignatureProblem("invalid", "it was signed for another action, or has no time")
+    head = Head.parse(approval.head)
+    if head.entries == 0 or log.lacks(head):
+        raise SignatureProblem("foreign", "it was given for another log")
     return key.keyid, approval
 
 
@@ -95,7 +103,7 @@ def _last_words(log: LogView, name: str, checkpoint: str) -> dict[str, Approval]
         if (given.name, given.checkpoint) == (name, checkpoint):
             # An audit names one that does not count.
             with contextlib.suppress(ValueError):
-                key, approval = verified(given)
+                key, approval = verified(given, log)
                 if key not in last or _order(approval) > _order(last[key]):
                     last[key] = approval
     return last

@@ -117,7 +117,8 @@ def open_store(output: Path, shared: SharedStore | None = None) -> Store:
 def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
     """Why an output directory does not trust a checkpoint in `directory`; None where it does.
 
-    A key that it trusts must have signed the statement beside it, and its signed log must not name another digest.
+    A key that it trusts must have signed the statement beside it, and its signed log must not name another digest, or
+    another statement.
     """
     try:
         foreign = foreign_in_record(directory / ATTESTATION)
@@ -135,6 +136,8 @@ def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: st
     logged = trusted_view(output).published.get(f"{manifest.stage}-{manifest.key[:12]}")
     if logged is not None and logged.checkpoint != sha256:
         return f"the signed log says that {logged.checkpoint[:12]} was published, and it is {sha256[:12]}"
+    if logged is not None and logged.statement not in (None, file_sha256(directory / ATTESTATION / STATEMENT)):
+        return "the signed log names another statement of it"
     return None
 
 

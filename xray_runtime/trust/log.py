@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
@@ -27,7 +27,7 @@ from xray_runtime.kernel.evidence.log import END, LOG, digests, view
 from xray_runtime.kernel.evidence.view import START, Decision, Left, Published, SignedEntry, lock
 from xray_runtime.kernel.files import sync, write_atomic
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
-from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, STATEMENT
 from xray_runtime.trust.merkle import MerkleTree
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 from xray_runtime.trust.signing import signing_key
@@ -204,8 +204,8 @@ def log_checkpoints(
         checkpoints: directory → sha256.
         files: of the one checkpoint there is, as `digests` gives them.
         here: whether they were computed in this directory.
-        renew: whether `files` were just written. Otherwise files in the log keep their digest: a later edit by somebody
-            else is not signed.
+        renew: whether `files` were just written, and the statements. Otherwise what is in the log keeps its digest: a
+            later edit by somebody else is not signed.
     """
     with lock(output, "log"):
         known = view(output)
@@ -216,10 +216,23 @@ def log_checkpoints(
         }
         for directory, sha256 in checkpoints.items():
             logged = known.published.get(directory)
-            if new or logged is None or logged.checkpoint != sha256:
-                entry = Published(action="publish" if here else "bring", directory=directory, checkpoint=sha256)
+            statement = _statement(output, directory)
+            if logged is not None and logged.checkpoint == sha256 and not renew:
+                statement = logged.statement
+            entry = Published(
+                action="publish" if here else "bring", directory=directory, checkpoint=sha256, statement=statement
+            )
+            if new or logged is None or (logged.checkpoint, logged.statement) != (sha256, statement):
                 manifest = {f"{CHECKPOINTS}/{directory}/{MANIFEST}": sha256}
                 append(output, entry, new | manifest, private=private, locked=True)
+
+
+def _statement(output: Path, directory: str) -> str | None:
+    """The sha256 of a checkpoint's signed statement; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        content = read_bounded(output / CHECKPOINTS / directory / ATTESTATION / STATEMENT)
+        return hashlib.sha256(content).hexdigest()
+    return None
 
 
 def log_files(output: Path, paths: list[Path], note: str, *, private: Path | None = None) -> None:
@@ -262,12 +275,13 @@ def append_line(
         entry: one of its predicates; its `previous` and `at` are set here.
         files: name → sha256 of the subjects.
     """
-    # A link is not followed.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "r+b") as file:
+    end, last = 0, b""
+    with contextlib.suppress(FileNotFoundError), _opened(path, "rb", os.O_RDONLY) as file:
         end, last = _whole_end(file)
-        previous = hashlib.sha256(last).hexdigest() if last else START
-        line = sign_line(output, record, entry, files, private=private, previous=previous)
+    previous = hashlib.sha256(last).hexdigest() if last else START
+    # Where this fails nothing was written, not even an empty file.
+    line = sign_line(output, record, entry, files, private=private, previous=previous)
+    with _opened(path, "r+b", os.O_RDWR | os.O_CREAT) as file:
         # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
@@ -277,6 +291,11 @@ def append_line(
     if end == 0:
         sync(path.parent)
     return line
+
+
+def _opened(path: Path, mode: str, flags: int) -> BinaryIO:
+    """A file; a link is not followed."""
+    return cast("BinaryIO", os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o644), mode))
 
 
 def _whole_end(file: BinaryIO) -> tuple[int, bytes]:

@@ -111,6 +111,13 @@ def require_agent(private: Path) -> Path:
     return private
 
 
+def require_signer() -> None:
+    """Raises ConfigError where XRAY_SIGNING_KEY names what cannot sign: no such key, or one that an SSH agent lacks."""
+    if given := os.environ.get(KEY_VARIABLE):
+        public_bytes(Path(given))
+        require_agent(Path(given))
+
+
 def public_key(output: Path) -> Path:
     """The path of the public key of an output directory."""
     return output / "keys" / PUBLIC

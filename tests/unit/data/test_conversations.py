@@ -133,10 +133,18 @@ def test_conversations_with_too_many_tokens_are_left_out(dataset: Path, tokenize
     names = [example.id for example in Pairs(dataset, Example) if len(example.prompt) > 2]
     assert sorted(row["id"] for row in listed) == sorted(names)
     assert {row["reason"] for row in listed} == {"prompt_too_long"}
+    assert all(row["tokens"] > first for row in listed)
     assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7)).input_ids} == {"<|end|>"}
     # The call is longer than any of the other replies; what follows it is learned with it in view.
     of_reply = len(tokenizer("sunny <|end|> it is", split_special_tokens=True)["input_ids"]) + 1
     found = ConversationTokens(dataset, tokenizer, 10_000, of_reply, process_seal())
     assert (len(found), found.num_replies, found.num_dropped["reply_too_long"]) == (7, 10, 3)
     assert found.take([1]).input_ids.lengths.tolist() == whole.input_ids.lengths[1:2].tolist()
+    # The end of each reply is that of its row up to there; of one that is left out there is none.
+    assert (int((found.ends == 0).sum()), int(found.ends.max())) == (
+        3,
+        int(found.take(range(7)).input_ids.lengths.max()),
+    )
+    longest = int(found.ends.argmax())
+    assert found.id(longest) == list(found._names())[longest]
     assert len(ConversationTokens(dataset, tokenizer, 1, 10_000, process_seal())) == 0

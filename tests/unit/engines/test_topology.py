@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.message_texts import Messages
+from tests.unit.conftest import TINY
 from tests.unit.models.families import model
+from xray_runtime.engines.adapted_stages import check_adapted_stages
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.topology import Topology
+from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.causal_lm import fresh_llama, save_model
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LoRAConfig
 
 
 def test_ranks_of_two_by_two_by_two() -> None:
@@ -33,6 +42,24 @@ def test_ranks_that_share_rows_are_neighbours() -> None:
 def test_layers_are_divided_evenly() -> None:
     assert [list(Topology(pipeline=3).layers(s, 7)) for s in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert list(Topology().layers(0, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "stages"),
+    [(["model.layers.0.self_attn.q_proj"], 2), (["layers.1.mlp.up_proj", "layers.3.mlp.up_proj"], 3)],
+)
+def test_a_stage_without_adapters_is_refused(
+    targets: list[str], stages: int, tmp_path: Path, tiny_tokenizer: Any, message_texts: Messages
+) -> None:
+    """Its peers would wait for its gradients."""
+    lm: Any = fresh_llama(TINY.model_copy(update={"num_layers": 4}), tiny_tokenizer, seed=2)
+    save_model(lm, tiny_tokenizer, tmp_path)
+    module = HeadedLM(lm, adapters=Adapters(lm, LoRAConfig(rank=2, target_modules=targets), tmp_path, seed=3))
+    with message_texts.raises(ValueError):
+        check_adapted_stages(module, stages, "engine")
+    check_adapted_stages(module, 1, "engine")
+    if stages == 3:
+        check_adapted_stages(module, 2, "engine")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "phi3", "gpt_oss"])

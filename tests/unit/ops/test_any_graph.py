@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, set[str]]] = {
     },
     "tools": {"sft": {"policy"}, "ppo": PPO, "before": {"generator"}, "after": {"generator"}},
     "own kind": {"teacher": {"policy"}, "imitate": {"student", "teacher"}},
+    "self-distillation": {"sft": {"policy"}, "distill": {"policy", "generator"}},
     "rejection sampling": {
         "sft": {"policy"},
         "best-1": {"generator"},

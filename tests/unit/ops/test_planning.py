@@ -25,7 +25,7 @@ from xray_runtime.methods.loading import validate
 from xray_runtime.ops.planner.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts
 from xray_runtime.ops.planner.description import as_dict
 from xray_runtime.ops.planner.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
-from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.plan import Plan, most_row_tokens, plan_of
 from xray_runtime.ops.planner.search import search
 from xray_runtime.ops.planner.stage_workload import stage_workload
 from xray_runtime.ops.planner.suggestions import Suggestion, suggest
@@ -385,6 +385,21 @@ def test_the_longest_row_that_fits_is_suggested() -> None:
     longest = found["row_tokens"].value
     assert search(long_rows(longest), machine(2, 24)).fits
     assert not search(long_rows(longest + 2), machine(2, 24)).fits
+
+
+def test_the_longest_row_of_a_layout_is_shown() -> None:
+    small = search(long_rows(2**12), machine(2, 24))
+    shown = as_dict(GraphPlan({"sft": small}), [], None)["stages"]["sft"]
+    most = shown["most_sequence_tokens"]
+    assert shown["sequence_tokens"] == 2**12 <= most < LONG
+
+    def fits(tokens: int) -> bool:
+        return plan_of(
+            replace(small.workload, sequence_tokens=tokens), small.machine, small.placement, small.layouts
+        ).fits
+
+    assert (fits(most), fits(most + 1)) == (True, False)
+    assert most_row_tokens(search(long_rows(), machine(1, 1))) == 0
 
 
 def test_suggestions_are_allowed_by_the_config(model: str) -> None:

@@ -15,19 +15,23 @@ from typing import NamedTuple
 
 from securesystemslib.signer import SSlibKey
 
-from tests.unit.trust.synthetic import Lifecycle, copied
+from tests.unit.trust.synthetic import NAME, Lifecycle, copied
 from tests.unit.trust.tampering import (
     ALIAS_BY_HAND,
     an_entry_by_a_retired_key_that_claims_an_earlier_time,
     lines,
     place,
+    restated,
     sql,
     write_lines,
 )
+from xray_runtime.kernel.evidence.envelope import new_private_key
+from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
 from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, read_lines, view
 from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust import log
+from xray_runtime.trust.approvals import approve
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import append, choose_witness, decide
 from xray_runtime.trust.merkle import MerkleTree
@@ -125,8 +129,12 @@ def witness_gone(scene: Scene) -> None:
 
 
 def statement_transplanted(scene: Scene) -> None:
-    source, target = place(scene.output, "sft-*"), place(scene.output, "ppo-2-*")
-    shutil.copy(source / "attestation" / "statement.json", target / "attestation" / "statement.json")
+    """Another run computed the same evaluation, without gates, and the same key signed that."""
+    restated(
+        place(scene.output, "evaluate-*"),
+        lambda content: content["predicate"]["runDetails"]["metadata"].update(finishedOn="2026-01-01T00:00:00+00:00"),
+        signing_key(scene.output).read_bytes(),
+    )
 
 
 def fewer_files(scene: Scene) -> None:
@@ -137,6 +145,16 @@ def fewer_files(scene: Scene) -> None:
     files = {entry["path"]: entry["sha256"] for entry in names if entry["path"] != weights.name}
     (model / "model.sig").unlink()
     sign_model(model, files, signing_key(scene.output))
+
+
+def approval_of_another(scene: Scene) -> None:
+    """The key's owner logs what a person signed in another directory about a model of the same name and bytes."""
+    other, person = scene.output.with_name("other"), scene.output.with_name("person.pem")
+    register(other, "one")
+    person.write_bytes(new_private_key())
+    approve(other, name=NAME, checkpoint="ab" * 32, key=person, by="Ada", note="read it")
+    [given] = view(other).state(LogApprovals).given
+    append(scene.output, given)
 
 
 def mlflow_edited(scene: Scene) -> None:
@@ -158,11 +176,12 @@ ATTACKS = (
     Attack("set back, and the witness with it", rolled_back_with_witness, "", ""),
     Attack("an alias in MLflow moved by hand", mlflow_edited, "alias-moved", "alias-moved", True),
     Attack(
-        "the statement of another stage transplanted",
+        "the statement of another run transplanted",
         statement_transplanted,
         "statement-contradicts",
         "statement-contradicts",
     ),
+    Attack("an approval of another directory logged here", approval_of_another, "approval-invalid", "approval-invalid"),
     Attack("a model signature over fewer files", fewer_files, "signature-invalid", "signature-invalid"),
 )
 

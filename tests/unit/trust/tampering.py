@@ -161,6 +161,15 @@ FAULTS |= _by_code(
                 place(output, f"ppo-1-*/{SIGNATURE}"), place(output, f"sft-*/{SIGNATURE}")
             ),
         },
+        "statement-contradicts": {
+            "the statement of another stage": lambda output: shutil.copy(
+                place(output, f"sft-*/{ATTESTATION}/statement.json"),
+                place(output, f"ppo-2-*/{ATTESTATION}/statement.json"),
+            ),
+            "the statement of another run, with the key": lambda output: restated(
+                place(output, "prepare-*"), _elsewhere, signing_key(output).read_bytes()
+            ),
+        },
         "signature-foreign": {
             "a statement by a stranger": lambda output: restated(
                 place(output, "ppo-2-*"), _elsewhere, new_private_key()

@@ -17,15 +17,18 @@ from typer.testing import CliRunner
 
 from tests.unit.trust.agents import Agent, needs_agent, ssh_agent
 from xray.cli.main import app
+from xray.tasks.lost_runs import close_lost_runs
+from xray.tasks.run_summary import RunSummary
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import may_retry
 from xray_runtime.kernel.evidence import agent as module
 from xray_runtime.kernel.evidence.agent import AgentError
 from xray_runtime.kernel.evidence.envelope import load_signer
-from xray_runtime.kernel.evidence.log import view
-from xray_runtime.kernel.evidence.view import Left
+from xray_runtime.kernel.evidence.log import LIFECYCLE, view
+from xray_runtime.kernel.evidence.view import Left, RunBegan
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.kernel.store.snapshots import Snapshots
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.log import append
@@ -150,6 +153,78 @@ def test_a_run_without_an_agent_does_not_begin(output: Path, agent: Agent, monke
     monkeypatch.delenv("SSH_AUTH_SOCK")
     with pytest.raises(ConfigError, match="SSH_AUTH_SOCK is not set: no SSH agent can sign"):
         evidence().prepare(output, None)
+
+
+def _gone(agent: Agent) -> Path:
+    key = agent.key("run")
+    agent.end()
+    return key
+
+
+def _not_held(agent: Agent) -> Path:
+    key = agent.key("run")
+    agent.run("ssh-add", "-d", key)
+    return key
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (_gone, "does not answer"),
+        (_not_held, "does not have the key"),
+        (lambda agent: agent.key("rsa", "rsa", 2048), "must be an ECDSA key"),
+        (lambda agent: agent.folder / "missing.pub", "No such file"),
+    ],
+    ids=["gone", "not held", "rsa", "missing"],
+)
+def test_a_key_that_cannot_sign_is_bad_input(
+    given: Callable[[Agent], Path], reason: str, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and an output directory is neither made nor bound to the key."""
+    monkeypatch.setenv(KEY_VARIABLE, str(given(agent)))
+    output = tmp_path / "run"
+    done = CliRunner().invoke(app, ["run", "configs/tiny.yaml", "--output", str(output)])
+    assert (done.exit_code, reason in " ".join(done.output.split())) == (2, True), done.output
+    assert not output.exists()
+    with pytest.raises(ConfigError, match=reason):
+        evidence().prepare(output, None)
+    assert not output.exists()
+
+
+def test_a_first_entry_that_nobody_signs_leaves_no_log(
+    agent: Agent, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, str(_gone(agent)))
+    with pytest.raises(AgentError):
+        append(tmp_path, Left(note="first"))
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_a_snapshot_that_nobody_signs_says_why(output: Path, agent: Agent, impatient: None) -> None:
+    snapshots = Snapshots(output / "snapshots" / "sft-1", 1, evidence().seal(output))
+    agent.end()
+    with pytest.raises(AgentError, match="does not answer"), snapshots.writing(1, {}):
+        pass
+    assert snapshots.latest() is None
+
+
+def test_the_end_of_a_lost_run_waits_for_no_agent(
+    output: Path, agent: Agent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is that of the run, and the next call ends it."""
+    monkeypatch.setattr(module, "WAIT_S", 1e9)
+    facts = {"run_directory": "", "facts": {"seed": 7}, "tags": {}, "tracking": "", "experiment": "e", "name": "n"}
+    append(output, RunBegan.model_validate(facts | {"run_id": "lost", "params": "0" * 64}))
+    RunSummary(output, output, {"seed": 7}, "lost", None, "#")
+    agent.end()
+    close_lost_runs([output])
+    [line] = caplog.messages
+    assert "the end of the run is not signed" in line
+    assert LIFECYCLE not in view(output).files
+    agent.start()
+    agent.run("ssh-add", agent.folder / "run")
+    close_lost_runs([output])
+    assert LIFECYCLE in view(output).files
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 from datetime import datetime, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,10 +18,11 @@ from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.envelope import new_private_key
 from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
 from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.evidence.view import START, Left, LogView
 from xray_runtime.kernel.history.reference import open_lineage_store, resolve
 from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust import approvals as module
-from xray_runtime.trust.approvals import approve
+from xray_runtime.trust.approvals import approve, check_approvals
 from xray_runtime.trust.gates import NotPromoted
 from xray_runtime.trust.log import append
 from xray_runtime.trust.promotion import PromotionReview, promote, review
@@ -101,6 +103,44 @@ def test_an_approval_cannot_be_given_for_another(candidate: Path, keys: dict[str
         reviewed(candidate)
 
 
+def test_an_approval_counts_in_its_own_directory_only(candidate: Path, keys: dict[str, Path], tmp_path: Path) -> None:
+    """Others may have a model of the same name and bytes, and other evidence of it."""
+    other, copy = tmp_path / "other", copied(candidate, tmp_path / "copy")
+    append(other, Left(note="a log of its own"))
+    append(copy, Left(note="what the original does not have"))
+    approved(candidate, keys["ada"])
+    sha256 = resolve("ppo-2", candidate, None)[1].sha256
+    for output, person in ((other, "bo"), (copy, "cy")):
+        approve(output, name=NAME, checkpoint=sha256, key=keys[person], by=person, note="read its evaluation")
+        # Whoever holds this directory's key logs it here.
+        append(candidate, view(output).state(LogApprovals).given[-1])
+    found = [line.rpartition(": ")[2] for line in broken(candidate) if line.startswith("approval-invalid ")]
+    assert set(found) == {"it was given for another log"}
+    with pytest.raises(NotPromoted, match="the audit found approval-invalid"):
+        reviewed(candidate)
+    gates = PromotionConfig(approvals=2, approvers=[digest(keys[name]) for name in PEOPLE])
+    assert check_approvals(view(candidate), NAME, sha256, gates).reason == (
+        f"approved by ada ({digest(keys['ada'])[:12]}); 2 of 3 people must"
+    )
+    with pytest.raises(ConfigError, match="--withdraw: this key has not approved"):
+        withdraw(candidate, keys["bo"])
+
+
+@pytest.mark.parametrize("head", ["0:" + START, "-1:" + START, "1:" + START, "x"])
+def test_an_approval_for_no_log_does_not_count(
+    head: str, candidate: Path, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(LogView):
+        @property
+        def head(self) -> Any:
+            return head
+
+    monkeypatch.setattr(module, "view", lambda _: Other())
+    approved(candidate, keys["ada"])
+    monkeypatch.undo()
+    assert [line.partition(" ")[0] for line in broken(candidate)] == ["approval-invalid"]
+
+
 def withdraw(output: Path, key: Path) -> None:
     sha256 = resolve("ppo-2", output, None)[1].sha256
     approve(output, name=NAME, checkpoint=sha256, key=key, by=key.stem, note="saw more", withdrawn=True)
@@ -133,7 +173,7 @@ def test_a_withdrawn_approval_cannot_be_logged_again(candidate: Path, keys: dict
     append(candidate, withdrawn.model_copy(update={"action": "approve"}))
     assert [line.partition(" ")[0] for line in broken(candidate)] == ["approval-invalid"]
     with pytest.raises(ValueError, match="signed for another action"):
-        module.verified(by_bo.model_copy(update={"action": "approve-end"}))
+        module.verified(by_bo.model_copy(update={"action": "approve-end"}), view(candidate))
 
 
 def test_a_withdrawal_counts_though_the_clock_was_set_back(

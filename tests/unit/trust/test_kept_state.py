@@ -257,6 +257,25 @@ def test_a_state_that_other_code_folded_is_not_used(
     assert 1 in parsed
 
 
+def test_nothing_is_kept_where_sqlite_cannot_serialize(
+    tmp_path: Path, parsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python is where its SQLite was built without it."""
+    aged(tmp_path, 5)
+    keep_log_state(tmp_path)
+    kept = (tmp_path / STATE).read_bytes()
+    for name in ("content", "__init__"):
+        monkeypatch.delattr(Rows, name)
+    monkeypatch.setattr(kept_state, "IS_KEPT", False)
+    new_process()
+    parsed.clear()
+    append(tmp_path, Left(note="sixth"))
+    keep_log_state(tmp_path)
+    assert trusted_view(tmp_path).head.entries == 6
+    assert 1 in parsed
+    assert (tmp_path / STATE).read_bytes() == kept
+
+
 def test_a_key_of_somebody_else_signs_no_state(tmp_path: Path, parsed: list[int]) -> None:
     aged(tmp_path, 5)
     make_key(tmp_path / "thief.pem")

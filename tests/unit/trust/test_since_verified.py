@@ -17,6 +17,7 @@ from tests.unit.trust.tampering import FAULTS, IN_MLFLOW, payload_of, rotated, s
 from xray_runtime.kernel.evidence.envelope import Verifier, new_private_key
 from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.kernel.store import digest_memory
 from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.trust.audit import verified
 from xray_runtime.trust.audit.checkpoints import Audit, audit
@@ -33,7 +34,8 @@ SEEN = {"file-changed", "signature-foreign", "key-exposed", "checkpoint-missing"
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a test has just made count as settled."""
-    monkeypatch.setattr(verified, "SETTLED_S", 0.0)
+    monkeypatch.setattr(digest_memory, "SETTLED_S", 0.0)
+    monkeypatch.setattr(digest_memory, "CANNOT_TELL", frozenset())
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ def test_a_file_with_its_time_set_back_is_read(pattern: str, bare: Path) -> None
 
 
 def test_recently_changed_files_are_read_again(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified, "SETTLED_S", 1000.0)
+    monkeypatch.setattr(digest_memory, "SETTLED_S", 1000.0)
     since(bare)
     result = since(bare)
     assert result.unchanged == 0

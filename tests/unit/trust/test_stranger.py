@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from base64 import b64decode
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from tests.unit.trust.commands import bundled, place
+from tests.unit.trust.stranger import OURS, script_of_page, stranger
 from tests.unit.trust.tampering import flip, rotated
 from xray_runtime.kernel.evidence.envelope import new_private_key, public_half
 from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG
@@ -27,37 +26,11 @@ from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.trust.log import append, choose_witness, decide
 from xray_runtime.trust.note import LogCheckpoint, WitnessKey
 
-PAGE = Path(__file__).parents[3] / "docs" / "verify-without-xray.md"
-OURS = ("xray", "xray_runtime", "flows", "tasks", "deployments")
-WITHOUT = f"""
-import sys, runpy
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in {OURS!r}:
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Missing())
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__") if sys.argv[0].endswith(".py") else runpy.run_module(
-    sys.argv[0], run_name="__main__", alter_sys=True
-)
-"""
-"""Runs a script or a module as in an environment without X-ray."""
-
-
-def stranger(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", WITHOUT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/")
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """The script on the page."""
-    path = tmp_path / "verify.py"
-    [text] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    path.write_text(text)
-    return path
+    return script_of_page(tmp_path / "verify.py")
 
 
 @pytest.fixture

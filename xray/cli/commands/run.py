@@ -70,6 +70,7 @@ def command(
         explain(subject, graph, directory, console, replace_output=output is not None)
         return
     check_ray_address()
+    evidence().require_signer()
     if fresh:
         _move_away(directory, console)
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The libraries that Workhorses import, the settings under which they compute, and the processes that have them.
 
 On a machine without a GPU a private Ray forks its workers from processes that have imported them
-(`xray.deployments.fork_server`). A Workhorse says with its runtime environment which it wants.
+(`xray.deployments.fork_server`). A Workhorse, or the task of a stage, says with its runtime environment which it wants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
 
 VARIABLE = "XRAY_WORKER_LIBRARIES"
-"""Environment variable of a Workhorse: what was imported before the fork, as `trainer:NAME` or `generator:NAME`."""
+"""Environment variable of a worker: what was imported before the fork: `trainer:NAME`, `generator:NAME` or `STAGE`."""
+STAGE = "stage"
+"""The libraries of a stage's task."""
 FORK_SERVER = "XRAY_FORK_SERVER"
 """Environment variable of a Ray that has a fork server: its address."""
 SPIN_COUNT = 500

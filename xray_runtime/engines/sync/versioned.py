@@ -137,6 +137,11 @@ class VersionedWeights:
         self._directory, self._kept_version = directory, version
         self._restore()
 
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the engine holds the checkpoint's own weights: no update came since `restart`."""
+        return self._whole and not self._arrived and self.version == self._kept_version
+
     def drop(self) -> bool:
         """Let the engine lose its weights: until an update with all of them it holds nothing usable. False, and nothing
         is lost, unless the last update brought all of them, as the next will."""

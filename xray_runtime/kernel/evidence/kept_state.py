@@ -6,7 +6,8 @@ A process that has checked the signature of every line keeps it. Another one tha
 and reads the lines after it. Both must fold entries by the same code. As within a process, the digest of the last line
 stands for all lines before it: an edit of an earlier line leaves the state that was checked, and an audit, which reads
 every line and never this file, finds the edit. An older state in its place only makes a process read more. Nobody can
-write one without the directory's private key.
+write one without the directory's private key. Where Python's SQLite cannot `serialize`, which builds of it leave out,
+none is kept or read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.manifest import Sha256
 
 STATE = "log.state"
+IS_KEPT = hasattr(sqlite3.Connection, "serialize")
 DIGEST = 64
 """Hexadecimal digits of a sha256."""
 
@@ -116,7 +118,7 @@ def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines 
     """
     path = path.with_name(STATE)
     try:
-        if not os.path.lexists(path):
+        if not IS_KEPT or not os.path.lexists(path):
             return None
         statement, _, body = read_bounded(path, MAX_BYTES).partition(b"\n")
         envelope = read_envelope(statement)
@@ -140,6 +142,8 @@ def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines 
 
 def write_state(path: Path, folded: FoldedLines, verifier: Verifier, private: bytes) -> None:
     """Keep the state of the log `path`, whose lines up to there were all checked with `verifier`."""
+    if not IS_KEPT:
+        return
     body = _content(folded)
     kept = KeptState(
         code=_code(),

@@ -46,7 +46,7 @@ LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 PUBLIC_KEY = "keys/signing.pub"
 """The key that signs today, in an output directory."""
 LAST_BYTES = 2**18
-"""How much of a log's end is read for its last entry."""
+"""How much of a log is read to find its last entry."""
 
 
 class LogTail:

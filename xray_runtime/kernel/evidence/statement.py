@@ -121,6 +121,9 @@ class RunFacts(EvidenceModel):
     """For an evaluation, the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
     device_seconds: float = 0.0
     """Time in which this attempt's models were open, times the devices that they held."""
+    readings: dict[str, float] = Field(default_factory=dict)
+    """Checkpoints that its generators read from their files, the stage itself for its own: mean difference in nats of
+    their log-probabilities of a few tokens from those that the trainer published beside the files."""
     energy_joules: dict[str, float] = Field(default_factory=dict)
     """Used meanwhile by processors and GPUs of the machine that ran the stage, where it tells (`kernel.energy`)."""
 

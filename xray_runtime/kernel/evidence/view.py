@@ -123,6 +123,8 @@ class Published(SignedEntry):
     directory: str
     """Its name below checkpoints/."""
     checkpoint: Sha256
+    statement: Sha256 | None = None
+    """sha256 of its signed statement: runs that compute the same checkpoint make one each, perhaps with one key."""
 
     def fold(self, view: LogView, line: Line) -> None:
         view.published[self.directory] = self

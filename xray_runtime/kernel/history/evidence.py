@@ -45,6 +45,9 @@ class Evidence(Protocol):
         files: path below `output` → sha256.
     """
 
+    def require_signer(self) -> None:
+        """Raises ConfigError where the key that was given for all output directories cannot sign now."""
+
     def prepare(self, output: Path, shared: SharedStore | None) -> None:
         """Make the keys of an output directory, and exchange public ones with a shared store."""
 

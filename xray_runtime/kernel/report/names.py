@@ -53,6 +53,7 @@ NAMES = {
     "rollout/common_phrase": "share of replies with one and the same phrase",
     "rollout/lag": "policy versions behind",
     "rollout/version": "policy version",
+    "rollout/teacher_unread": "replies that the teacher does not read",
     "rollout/mismatch": "difference of generator and trainer, mean, nats a token",
     "rollout/mismatch_max": "difference of generator and trainer, largest, nats a token",
     "rollout/effective_sample_share": "effective share of the samples",

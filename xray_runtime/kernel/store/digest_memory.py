@@ -1,13 +1,16 @@
 """Digests of files, remembered on disk, so that an unchanged file is not read again.
 
 A file is unchanged while its path, size, inode and both its times are the same. The modification time alone would not
-do: archives and copies set it back, inodes are used again, and two models of one shape have one size. A file that
-changed within the last seconds is not remembered: a second change in the same tick of the file system's clock would
-not show.
+do: archives and copies set it back, inodes are used again, and two models of one shape have one size.
 
 Any write, rename or link of a file sets its change time (ctime) to the system's clock, and no call sets it otherwise,
-unlike the modification time. So the memory cannot be deceived by edits, copies or times set back, but by whoever sets
-the clock, writes to the disk behind the file system, or writes to the memory itself, and it does not see bits that rot.
+unlike the modification time. A file that changed lately is not remembered, since two changes may leave one time: in the
+same tick of the file system's clock; and by a program that has mapped the file into its memory, until the system has
+written the first one to the disk, which it begins within 30 s. Nor is a file on a file system without a disk, where
+that never happens, or without change times (`CANNOT_TELL`).
+
+So the memory cannot be deceived by edits, copies or times set back, but by whoever sets the clock, writes to the disk
+behind the file system, or writes to the memory itself, and it does not see bits that rot.
 Whatever must hold against these reads every byte: publication, promotion, `xray audit`, export and the shared store.
 """
 
@@ -30,8 +33,11 @@ DIGESTS = "digests.sqlite"
 """The memory of an output directory."""
 WAIT_S = 30.0
 """How long to wait for another process that writes."""
-SETTLED_S = 3.0
-"""Age from which a change is remembered. FAT keeps times to two seconds; other file systems are finer."""
+SETTLED_S = 120.0
+"""Age of the last change from which a file is remembered."""
+CANNOT_TELL = frozenset({"exfat", "msdos", "ramfs", "tmpfs", "vfat"})
+"""File systems on which files change and keep their times. FAT has no change times."""
+MOUNTS = Path("/proc/self/mountinfo")
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 """SQLite's errors for a damaged file; SQLITE_ERROR for a database with another table in it."""
 TABLE = (
@@ -66,6 +72,26 @@ class FileState(NamedTuple):
         text = os.fsencode(real).decode("utf-8", "backslashreplace")
         inode = stat.st_ino - (1 << 64) if stat.st_ino >= 1 << 63 else stat.st_ino
         return cls(text, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode)
+
+
+def shows_changes(path: Path, changed_ns: int) -> bool:
+    """Whether any change from now on of a file or directory, or of what is below it, gives it another state.
+
+    Args:
+        changed_ns: the last change time in it.
+    """
+    return time.time_ns() - changed_ns > SETTLED_S * 1e9 and _file_system(os.stat(path).st_dev) not in CANNOT_TELL
+
+
+def _file_system(device: int) -> str:
+    """The kind of the file system on a device; empty where the system does not say."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html: 36 35 98:0 / /mnt rw - ext3 /dev/root rw
+        mounts = (line.partition(" - ") for line in MOUNTS.read_text(errors="replace").splitlines())
+        return next((kind.split()[0] for mount, _, kind in mounts if mount.split()[2] == number), "")
+    except OSError:
+        return ""
 
 
 class DigestMemory:
@@ -132,7 +158,7 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
         known = self._memory.recall(before)
         if known is not None:
             return known
-        settled = time.time_ns() - before.ctime_ns > SETTLED_S * 1e9
+        settled = shows_changes(path, before.ctime_ns)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if FileState.of(path) != before:

@@ -195,6 +195,9 @@ class Snapshots:
             os.rename(temporary, snapshot)
             sync(self.directory)
         except OSError as error:
+            if error.errno is None:
+                # An SSH agent did not sign, which it says itself.
+                raise
             raise OSError(
                 error.errno, f"{self.directory}: the snapshot after step {step} cannot be written ({error.strerror})"
             ) from error

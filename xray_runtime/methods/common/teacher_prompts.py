@@ -7,8 +7,7 @@ A template that is one token off costs more nats than most students are from the
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from xray_runtime.data.aligned_tokens import Aligned, aligned
@@ -19,8 +18,6 @@ from xray_runtime.data.tokenizer import Tokenizer
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.reward_reader import replies_to
-
-log = logging.getLogger(__name__)
 
 MOST_WHOLE = 8192
 """Tokens of the largest vocabulary that is compared whole."""
@@ -54,29 +51,30 @@ class TeacherPrompts:
         has_other_template = self._tokenizer.chat_template != tokenizer.chat_template
         self.same_template = not self.has_other_tokens and not has_other_template
 
-    def rows(self, prompts: Sequence[Messages], rows: TextBatch) -> tuple[TextBatch, list[Aligned | None]]:
+    def rows(
+        self, prompts: Sequence[Messages], rows: TextBatch, stops: Collection[int]
+    ) -> tuple[TextBatch, list[Aligned | None]]:
         """The student's `rows` in the tokens of another vocabulary, with what aligns each reply; a reply of which the
-        two read other texts is replaced by the end of a turn, and aligned with nothing."""
-        own_ends, end = (
-            {chat_format(self._own).end_of_turn, self._own.eos_token_id},
-            chat_format(self._tokenizer).end_of_turn,
-        )
-        encoded = self._encoded(prompts)
+        two read other texts is replaced by the end of a turn, and aligned with nothing.
+
+        Args:
+            stops: the tokens that end a reply of the student's, each as the end of a turn does the teacher's.
+
+        Raises:
+            ValueError: it has read none of many replies.
+        """
+        encoded, end = self._encoded(prompts), chat_format(self._tokenizer).end_of_turn
         replies = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
-        texts = decode_replies(self._own, replies)
+        texts = decode_replies(self._own, [ids[:-1] if ids[-1] in stops else ids for ids in replies])
         found: list[Aligned | None] = []
         for ids, its in zip(replies, replies_to(self._tokenizer, prompts, texts), strict=True):
-            num_ends = int(ids[-1] in own_ends)
+            num_ends = int(ids[-1] in stops)
             found.append(aligned(self._own, ids, self._tokenizer, its if num_ends else its[:-1], num_ends=num_ends))
         self._unread = 0 if any(found) else self._unread + len(found)
         if self._unread >= MOST_UNREAD:
             raise ValueError(
                 f"{self._where}: its tokenizer is not allowed: it reads none of {self._unread} replies as the policy's "
                 f"text, such as {texts[0][:40]!r}"
-            )
-        if lost := sum(each is None for each in found):
-            log.warning(
-                "%s: it says nothing of %d of %d replies, whose text it does not read", self._where, lost, len(found)
             )
         read = [[end] if each is None else each.ids for each in found]
         return TextBatch.of(encoded, read), found

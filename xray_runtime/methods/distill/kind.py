@@ -40,6 +40,7 @@ DISTILL = register(
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
         panels=[
             ("KL to the teacher (nats a reply)", ["kl/teacher_k1", "kl/teacher_k3"]),
+            ("replies that the teacher does not read", ["rollout/teacher_unread"]),
             ("reward", ["reward/mean"]),
             ("validation score", ["validation/score"]),
             ("entropy (nats a token)", ["policy/entropy"]),

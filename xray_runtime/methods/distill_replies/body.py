@@ -14,12 +14,19 @@ from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import StepTotals, TaughtBatch, TextBatch
 from xray_runtime.data.batching import Cursor
+from xray_runtime.data.conversations import PROMPT, REPLY
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts, compared_tokens
-from xray_runtime.methods.common.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
+from xray_runtime.methods.common.training.dataset import (
+    check_longest,
+    list_dropped,
+    max_prompt_tokens,
+    max_reply_tokens,
+    tokenizing,
+)
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.distill_replies.objective import DistillRepliesObjective
@@ -56,6 +63,8 @@ def run(stage: Stage[DistillRepliesConfig, DistillRepliesInputs], out: Path, rec
         _Rows(stage, data / side, tokenizer, top_k, num_tokens, prompts, recorder) for side in (TRAIN, HELDOUT)
     )
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
+    check_longest(stage, specs["policy"], train.tokens.lengths["input_ids"], train.tokens.id)
+    list_dropped(out, train.tokens, heldout.tokens)
     with stage.open_models(specs) as models:
         learning = {"policy": models["policy"]}
         first = heldout.taught(np.arange(min(HELDOUT_ROWS, len(heldout))), models)
@@ -83,31 +92,33 @@ class _Rows:
         longest = max_reply_tokens(stage.config.max_response_tokens, policy)
         limit = max_prompt_tokens(stage.inputs.data.path, policy, longest)
         self._pairs = Pairs(file, Example)
-        self._tokens = Tokens(file, Example, tokenizer, stage.seal, tokenizing(recorder))
-        replies = self._tokens.lengths["input_ids"] - self._tokens.prompt_lengths
-        has_reply = np.array([self._pairs[row].has_reply for row in range(len(replies))], dtype=bool)
-        self._tokens.keep(has_reply & (self._tokens.prompt_lengths <= limit) & (replies <= longest))
-        if not len(self._tokens):
+        self.tokens = Tokens(file, Example, tokenizer, stage.seal, tokenizing(recorder))
+        has_reply = np.array([self._pairs[row].has_reply for row in range(len(self.tokens))], dtype=bool)
+        self.tokens.keep(has_reply)
+        self.tokens.keep(self.tokens.prompt_lengths <= limit, PROMPT)
+        replies = self.tokens.lengths["input_ids"] - self.tokens.prompt_lengths
+        self.tokens.keep(replies <= longest, REPLY)
+        if not len(self.tokens):
             raise ValueError(
                 f"{stage.name}: no replies of {file.name} fit max_prompt_tokens = {limit} and max_response_tokens = "
                 f"{longest}"
             )
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     def taught(self, index: np.ndarray, models: Mapping[str, ModelHandle]) -> TaughtBatch:
         """These rows. Raises ValueError as `run`."""
-        rows = self._tokens.take(index)
+        rows = self.tokens.take(index)
         columns = self._logged(index, rows) if self._prompts is None else self._scored(index, rows, models)
         return rows.as_kind(TaughtBatch, **columns)
 
     def _scored(self, index: np.ndarray, rows: TextBatch, models: Mapping[str, ModelHandle]) -> dict[str, Ragged]:
         assert self._prompts is not None
         if not self._prompts.same_template:
-            examples = (self._pairs[int(self._tokens.rows[row])] for row in index)
+            examples = (self._pairs[int(self.tokens.rows[row])] for row in index)
             self._prompts.check(
-                (example.prompt, self._tokens.prompt(row)) for example, row in zip(examples, index, strict=True)
+                (example.prompt, self.tokens.prompt(row)) for example, row in zip(examples, index, strict=True)
             )
         found = get(models["teacher"].score.remote(rows))
         return {"teacher_topk_ids": found.teacher_topk_ids, "teacher_topk_logprobs": found.teacher_topk_logprobs}
@@ -120,7 +131,7 @@ class _Rows:
         ids: list[np.ndarray] = []
         logprobs: list[np.ndarray] = []
         for row, length in wanted:
-            example = self._pairs[int(self._tokens.rows[row])]
+            example = self._pairs[int(self.tokens.rows[row])]
             given = json.loads(example.columns)
             ids.append(self._matrix(given, logged.ids, example.id, length))
             logprobs.append(self._matrix(given, logged.logprobs, example.id, length))

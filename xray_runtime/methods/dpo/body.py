@@ -21,11 +21,17 @@ from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import DPOObjective, PairPreference
-from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
+from xray_runtime.methods.common.training.dataset import (
+    check_longest,
+    fitting_prompts,
+    list_dropped,
+    preference_tokens,
+)
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.methods.common.training.steps import TrainingRows
+from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +53,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, stage.inputs.policy.path)
+    list_dropped(out, train, heldout)
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
     prompts = fitting_prompts(dataset, train) if validation is not None else ()
     wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"
@@ -56,6 +63,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
     objective = DPOObjective(config)
+    check_longest(stage, trained_model(stage, stage.inputs.policy.path, objective), train.together(), train.id)
     reference = ReferenceLogprobs(stage, dataset, parts, recorder) if config.has_reference else None
     with open_policy(stage, objective, reference) as (policy, known):
         method, models = _DPO(config, policy, train, parts, known or {}, trained, chosen_by), {"policy": policy}

@@ -32,10 +32,16 @@ from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_
 from xray_runtime.kernel.graph.artifacts import VERDICTS
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.preference_objectives import Desirability, KTOObjective
-from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
+from xray_runtime.methods.common.training.dataset import (
+    check_longest,
+    fitting_prompts,
+    list_dropped,
+    preference_tokens,
+)
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
+from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         ValueError: fewer than two replies are left, or `validation` leaves none on one side.
     """
     config, inputs, validation = stage.config, stage.inputs, stage.config.validation
-    parts, desirable, prompts, counts = _data(stage, load_tokenizer(inputs.policy.path), recorder)
+    parts, desirable, prompts, counts = _data(stage, load_tokenizer(inputs.policy.path), out, recorder)
     train = parts[TRAIN]
     source = inputs.preferences or inputs.verdicts
     assert source is not None
@@ -140,7 +146,7 @@ class _KTO(Method):
 
 
 def _data(
-    stage: Stage[KTOConfig, KTOInputs], tokenizer: Tokenizer, recorder: Recorder
+    stage: Stage[KTOConfig, KTOInputs], tokenizer: Tokenizer, out: Path, recorder: Recorder
 ) -> tuple[dict[str, Replies], np.ndarray, Iterator[str], dict[str, float]]:
     """(replies by part, whether each training reply is desirable [N], prompt of each training reply, counts)."""
     inputs, context = stage.inputs, max_positions(stage.inputs.policy.path)
@@ -151,6 +157,9 @@ def _data(
     parts: dict[str, Replies] = {}
     if inputs.preferences is not None:
         train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, recorder, inputs.policy.path)
+        list_dropped(out, train, heldout)
+        model = trained_model(stage, inputs.policy.path, KTOObjective(stage.config))
+        check_longest(stage, model, train.longest(), train.id)
         sources.append(both_sides(train))
         labels.append(np.arange(2 * len(train)) % 2 == 0)
         texts = fitting_prompts(inputs.preferences.path, train)

@@ -53,7 +53,7 @@ from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.in_flight import InFlight
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
-from xray_runtime.methods.ppo.models import is_own_reference, model_specs, stage_adapter
+from xray_runtime.methods.ppo.models import check_rows, is_own_reference, model_specs, stage_adapter
 from xray_runtime.methods.ppo.rollouts import Rollouts, num_probe_rows
 from xray_runtime.methods.ppo.routing import check_family
 from xray_runtime.methods.ppo.teachers import Teachers
@@ -195,6 +195,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     limit = max(prompts.room, validation.room)
     teachers = None if config.distillation is None else Teachers(stage, tokenizer, prompts)
     specs = model_specs(stage, rewards, functions, limit, teachers)
+    check_rows(stage, specs, prompts)
     with (
         stage.open_models(specs | validation.specs()) as models,
         ExitStack() as stack,

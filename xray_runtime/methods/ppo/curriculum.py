@@ -166,7 +166,11 @@ class PromptOrder:
         assert config is not None
         assert function is not None
         known = PromptStatistics(self._draws.copy(), self._success.copy(), self._reward.copy(), self.column)
-        weights = np.asarray(function(known), np.float64)
+        answer = function(known)
+        try:
+            weights = np.asarray(answer, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"curriculum: {config.by} returned something else than numbers: {error}") from None
         if weights.shape != (len(self._prompts),):
             raise ValueError(
                 f"curriculum: {config.by} returned shape {weights.shape}, must be ({len(self._prompts)},): a weight "

@@ -25,7 +25,7 @@ from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import MovingMeans, lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
-from xray_runtime.algorithms.streams import COLUMN
+from xray_runtime.algorithms.streams import COLUMN, TOPK
 from xray_runtime.data.batch import REPLAYED, PolicyBatch, Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.kernel.errors import NonFiniteError
@@ -139,11 +139,8 @@ def _streams(
     return {
         "old_logprobs": _dense(scores.logprobs),
         "rollout_logprobs": _dense(rollout.rollout_logprobs),
-        **{
-            name: _dense(values)
-            for name, values in scores.pick("ref_logprobs", "teacher_logprobs").items()
-            if isinstance(values, Ragged)
-        },
+        **{name: _dense(of) for name, of in scores.pick("ref_logprobs", "teacher_logprobs").items()},
+        **{name: _dense(of) for name, of in rollout.pick(*TOPK).items() if name in functions.advantage_reads},
         "versions": _versions(rollout),
         "turns": (starts.cumsum(-1) - 1).clamp(min=0),
         "groups": inputs.groups,
@@ -183,7 +180,7 @@ def _read_by_loss(
         found["rollout_logprobs"] = like
     if "ref_logprobs" in read or (config.has_reference and config.kl.place == "loss"):
         found["ref_logprobs"] = scores.ref_logprobs
-    if config.score_centering or functions.read_top:
+    if config.score_centering or not read.isdisjoint(TOPK):
         found |= rollout.pick("topk_ids", "topk_logprobs")
     if "teacher_logprobs" in read:
         found["teacher_logprobs"] = scores.teacher_logprobs
@@ -227,15 +224,23 @@ def _taught(config: PPOStageConfig, scores: Scores, mask: Tensor) -> Tensor:
     """The teacher's part of the advantages, [B, T] or 0."""
     if config.distillation is None or not (weight := config.distillation.at_samples):
         return torch.zeros(())
+    mask = mask & _read(scores)
     return weight * teacher_advantages(_dense(scores.logprobs), _dense(scores.teacher_logprobs), mask)
+
+
+def _read(scores: Scores) -> Tensor:
+    """Whether the teacher reads each reply [B, 1], or all [1, 1]. The others count in no mean."""
+    return torch.from_numpy(scores.teacher_reads)[:, None] if "teacher_reads" in scores else torch.ones(1, 1).bool()
 
 
 def _kl_metrics(scores: Scores, mask: Tensor) -> dict[str, float]:
     """Metrics of `kl_summary` to the reference and to the teacher, of the policy before the update."""
     found: dict[str, float] = {}
+    if "teacher_reads" in scores:
+        found["rollout/teacher_unread"] = float((~scores.teacher_reads).sum())
     for name, column in scores.pick("ref_logprobs", "teacher_logprobs").items():
-        of = "reference" if name == "ref_logprobs" else "teacher"
-        kl = kl_summary(_dense(scores.logprobs), _dense(column), mask)
+        of, counted = ("reference", mask) if name == "ref_logprobs" else ("teacher", mask & _read(scores))
+        kl = kl_summary(_dense(scores.logprobs), _dense(column), counted)
         found |= {f"kl/{of}_{estimator}": value for estimator, value in kl.items()}
     return found
 

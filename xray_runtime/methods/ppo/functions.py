@@ -67,8 +67,8 @@ class Functions:
 
     @property
     def read_top(self) -> bool:
-        """Whether the loss reads the sampler's likeliest tokens."""
-        return not self.loss_reads.isdisjoint(TOPK)
+        """Whether they read the sampler's likeliest tokens."""
+        return not self.reads.isdisjoint(TOPK)
 
     @staticmethod
     def of(
@@ -105,8 +105,10 @@ class Functions:
         config = stage.config
         loss = user_function(stage, "loss", config.loss, lambda f, name: check_loss(f, name, gradient=False))
         made = Functions.of(config, loss, user_function(stage, "advantages", config.advantages, check_advantages))
-        if made.read_top:
-            check_reported(config, f"loss = {config.loss!r}, which reads the likeliest tokens,", config.top_logprobs)
+        for part, read in (("loss", made.loss_reads), ("advantages", made.advantage_reads)):
+            if not read.isdisjoint(TOPK):
+                name = f"{part} = {getattr(config, part)!r}, which reads the likeliest tokens,"
+                check_reported(config, name, config.top_logprobs)
         return made
 
 

@@ -10,6 +10,7 @@ from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.kind import StageKind, register
 from xray_runtime.methods.common.checks import (
     FEW_STEPS,
+    check_column,
     check_rewards,
     check_terms,
     check_validation,
@@ -50,6 +51,9 @@ def check_policy_stage(config: PPOConfig, inputs: Mapping[str, Handle]) -> None:
     check_routed_policy(config.routing, inputs["policy"])
     check_teachers(config, inputs)
     check_champion(config, inputs)
+    for section, names in {"distillation": ("column", "demonstration"), "curriculum": ("column",)}.items():
+        for name in names:
+            check_column(inputs, f"{section}.{name}", getattr(getattr(config, section), name, None))
 
 
 PPO = register(

@@ -161,5 +161,6 @@ def summary(metrics: dict[str, float]) -> str:
     """One line about an iteration."""
     kl = [f"{name} {metrics[key]:.2f} " for key, name in SUMMARIZED.items() if key in metrics]
     gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
+    unread = f"{count:.0f} replies unread by the teacher " if (count := metrics.get("rollout/teacher_unread")) else ""
     phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
-    return f"reward {metrics['reward/mean']:+.3f} {gold}{''.join(kl)}| {phases}"
+    return f"reward {metrics['reward/mean']:+.3f} {gold}{''.join(kl)}{unread}| {phases}"

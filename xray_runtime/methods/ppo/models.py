@@ -8,6 +8,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec, scored_together
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
+from xray_runtime.methods.common.training.dataset import check_longest
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.ppo.adapter_sync import synced_adapter
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
@@ -19,6 +20,7 @@ from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
+    from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.functions import Functions
     from xray_runtime.methods.ppo.kind import PPOInputs
@@ -82,6 +84,14 @@ def model_specs(
     scored = {role: spec for role, spec in specs.items() if isinstance(spec, ModelSpec)} | rewards.specs()
     scored |= {} if teachers is None else teachers.specs()
     return specs | scored_together(scored, beside=int(bool(config.lag)))
+
+
+def check_rows(stage: Stage[PPOConfig, PPOInputs], specs: Specs, prompts: UniquePrompts) -> None:
+    """Raises ValueError if a Workhorse of a trained model cannot hold the longest prompt with the longest reply."""
+    reply = stage.config.max_response_tokens
+    for name, field in (("policy", "engine"), ("critic", "critic_engine" if stage.config.critic_engine else "engine")):
+        if isinstance(spec := specs.get(name), ModelSpec):
+            check_longest(stage, spec, prompts.lengths, prompts.id, reply_tokens=reply, field=field)
 
 
 def _merged(lora: LoRAConfig | None) -> LoRAConfig | None:

@@ -44,8 +44,8 @@ class TeacherServer:
         self._mark = {RECORDED: True} if stage.config.keeps_answers else {}
 
     def check(self, prompts: Iterable[tuple[Messages, list[int]]]) -> None:
-        """Raises ValueError: it does not answer, or reads one of the prompts as other tokens than the student. A prompt
-        that it read alike is not sent again."""
+        """Raises ValueError: it does not answer, tells no log-probabilities, or reads a prompt as other tokens than the
+        student. What it answered well is not sent again."""
         keyed = {_digest([SOURCE, "tokenize", messages, own]): (messages, own) for messages, own in prompts}
         given = {key: prompt for key, prompt in keyed.items() if self._journal.entry(key) is None}
         requests = [
@@ -63,6 +63,23 @@ class TeacherServer:
                     f"{len(own)}; both need the same tokenizer and chat template"
                 )
         self._write(0, {key: {"tokens": len(own)} for key, (_, own) in given.items()})
+        self._try(list(next(iter(keyed.values()))[1]))
+
+    def _try(self, ids: list[int]) -> None:
+        """Ask for the last of these tokens as for a reply, before anything is computed."""
+        key = _digest([SOURCE, "tried", self._top_k])
+        if self._journal.entry(key) is not None:
+            return
+        [answer] = ask_all(
+            self._config,
+            "/v1/completions",
+            [self._request(ids)],
+            lambda _, answer: _read(answer, ids, len(ids) - 1, self._top_k),
+        )
+        if isinstance(answer, Score):
+            more = f"; vLLM tells so many with --max-logprobs {self._top_k}" if self._top_k else ""
+            raise ValueError(f"{self._where}: the teacher tells no log-probabilities of a prompt: {answer.why}{more}")
+        self._write(0, {key: {"tried": len(ids)}})
 
     def score(self, rows: TextBatch, step: int) -> Scores:
         """Its log-probabilities of the replies. Raises RuntimeError: it has none for some, after all retries."""

@@ -24,12 +24,13 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.methods.common.teacher_prompts import TeacherPrompts, compared_tokens
 from xray_runtime.methods.ppo.teacher_server import TeacherServer
-from xray_runtime.models.causal_lm import max_positions
+from xray_runtime.models.causal_lm import max_positions, stops_of
 from xray_runtime.models.teacher_objective import TeacherObjective
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.tokenizer import Tokenizer
+    from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.kind import PPOInputs
 
@@ -47,10 +48,12 @@ class TeacherRequests:
     """Each may have more rows, after these."""
     aligned: Sequence[Sequence[Aligned | None] | None]
     """The rows of each request that is in the tokens of another vocabulary."""
+    reads_texts: bool
+    """Whether a teacher of the stage has another vocabulary, which may read other text than some replies."""
 
     def get(self, logprobs: Ragged) -> Scores:
-        """`teacher_logprobs` of all rows, in their order; `logprobs`: the policy's, which are those of a teacher that
-        does not read a row."""
+        """`teacher_logprobs` of all rows, in their order, with `reads_texts` also `teacher_reads`; `logprobs`: the
+        policy's, which are those of a teacher that does not read a row."""
         parts = []
         for at, answer, aligned in zip(self.places, self.answers, self.aligned, strict=True):
             part = _of_teacher(get(answer)).take(np.arange(len(at)))
@@ -58,6 +61,9 @@ class TeacherRequests:
                 rows = zip(aligned, logprobs[at], part.teacher_logprobs, strict=True)
                 found = (own if one is None else one.spread(own, its) for one, own, its in rows)
                 part = Scores(teacher_logprobs=Ragged.of(found, np.float32))
+            if self.reads_texts:
+                read = [True] * len(at) if aligned is None else [one is not None for one in aligned]
+                part = part.with_columns(teacher_reads=np.array(read))
             parts.append(part)
         return Scores.concat(parts).take(np.argsort(np.concatenate(self.places), kind="stable"))
 
@@ -69,15 +75,15 @@ class Teachers:
         tokenizer: the policy's.
 
     Raises:
-        ValueError: a teacher has another vocabulary, or reads a prompt as other tokens than the policy; one line.
+        ValueError: a teacher has another vocabulary, or reads a prompt as other tokens than the policy; the dataset's
+            column names none of them, or has no demonstration, for some prompt; one line.
     """
 
-    def __init__(
-        self, stage: Stage[PPOConfig, PPOInputs], tokenizer: Tokenizer, prompts: Sequence[tuple[Messages, list[int]]]
-    ) -> None:
+    def __init__(self, stage: Stage[PPOConfig, PPOInputs], tokenizer: Tokenizer, prompts: UniquePrompts) -> None:
         config = stage.config.distillation
         assert config is not None
         self._stage, self._config, self._tokenizer = stage, config, tokenizer
+        self._stops = stops_of(stage.inputs.policy.path, tokenizer)
         self._paths = {f"teacher.{number}": model.path for number, model in enumerate(stage.inputs.teacher)}
         # Whole distributions are over one vocabulary, and what is read between turns has no text of the policy's.
         reads_texts = config.beta is None and config.demonstration is None and stage.config.environment is None
@@ -96,6 +102,11 @@ class Teachers:
             reader.check(prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts))))
         if self._server is not None:
             self._server.check(prompts[i] for i in range(min(CHECKED_PROMPTS, len(prompts))))
+        if config.column is not None or config.demonstration is not None:
+            columns = prompts.columns(range(len(prompts)))
+            self._places(len(prompts), columns)
+            if config.demonstration is not None:
+                self._column(config.demonstration, "demonstration", columns)
 
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of those that are models, to open with the stage's others."""
@@ -122,21 +133,22 @@ class Teachers:
             rows = self._shown(prompts, rows, columns)
         if self._server is not None:
             answer = Local(ThreadPoolExecutor(1).submit(self._server.score, rows, step))
-            return TeacherRequests([np.arange(len(rows))], [answer], [None])
+            return TeacherRequests([np.arange(len(rows))], [answer], [None], reads_texts=False)
         places = self._places(len(rows), columns)
         answers, found = list[Ref[Scores]](), list[Sequence[Aligned | None] | None]()
         for role, at in places.items():
             reader, of_teacher = self._readers.get(role), rows.take(at)
             found.append(None)
             if reader is not None and reader.has_other_tokens:
-                of_teacher, found[-1] = reader.rows([prompts[i][0] for i in at], of_teacher)
+                of_teacher, found[-1] = reader.rows([prompts[i][0] for i in at], of_teacher, self._stops)
             elif reader is not None:
                 reader.check(prompts[i] for i in at)
             self._check_length(of_teacher)
             # Each rank needs a row, and a teacher of some rows may have few: they are repeated.
             count = max(len(at), self._stage.config.frozen.data_parallel)
             answers.append(models[role].score.remote(of_teacher.take(np.resize(np.arange(len(at)), count))))
-        return TeacherRequests(list(places.values()), answers, found)
+        reads_texts = any(reader.has_other_tokens for reader in self._readers.values())
+        return TeacherRequests(list(places.values()), answers, found, reads_texts)
 
     def _check_length(self, rows: TextBatch) -> None:
         longest = int(rows.input_ids.lengths.max(initial=0))

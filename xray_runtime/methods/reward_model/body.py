@@ -20,7 +20,7 @@ from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
 from xray_runtime.data.replies import both_sides
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.training.dataset import preference_tokens
+from xray_runtime.methods.common.training.dataset import check_longest, list_dropped, preference_tokens
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
@@ -40,12 +40,14 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
     train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, start, "answers")
+    list_dropped(out, train, heldout)
     # All chosen replies, then all rejected ones.
     numbers = np.arange(2 * len(heldout)).reshape(-1, 2).T.flatten()
     heldout_rows = both_sides(heldout).take(numbers)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = trained_model(stage, start, RewardObjective(), new_head=True)
+    check_longest(stage, model, train.together(), train.id)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
     with stage.open_models({"reward": model}) as models:

@@ -17,6 +17,7 @@ from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import (
+    check_longest,
     is_in_order,
     max_prompt_tokens,
     max_reply_tokens,
@@ -53,7 +54,10 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
 
-    with stage.open_models({"policy": trained_model(stage, base, SFTObjective())}) as models:
+    model = trained_model(stage, base, SFTObjective())
+    check_longest(stage, model, train.ends, train.id)
+
+    with stage.open_models({"policy": model}) as models:
         method = _SFT(stage, models["policy"], train, heldout_rows, validation_rows, _data_metrics(train, limits))
         training_loop(stage, recorder, method, models, cursor, config.steps, best)
         record = {} if validation_rows is None else {"conversations": len(validation_rows)}

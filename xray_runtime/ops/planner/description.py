@@ -14,7 +14,7 @@ from xray_runtime.ops.planner.auto import GraphPlan
 from xray_runtime.ops.planner.cost import COMPARED, gpu_of
 from xray_runtime.ops.planner.disk import disk_bytes
 from xray_runtime.ops.planner.memory import Layout
-from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.plan import Plan, most_row_tokens
 from xray_runtime.ops.planner.suggestions import Suggestion
 
 COLUMNS = {
@@ -75,6 +75,8 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         "in_turn": chosen.workload.generator_sleeps,
         "trainer_sleeps": chosen.workload.trainer_sleeps,
         "micro_batch_tokens": chosen.workload.micro_batch_tokens,
+        "sequence_tokens": chosen.workload.sequence_tokens,
+        "most_sequence_tokens": most_row_tokens(chosen),
         "seconds": {phase: round(seconds, 3) for phase, seconds in chosen.seconds.items()},
         "bottleneck": chosen.bottleneck,
         "disk_gb": {what: _gb(size) for what, size in disk_bytes(chosen.workload).items()},
@@ -152,6 +154,10 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
     for stage, plan in planned.stages.items():
         if plan.seconds:
             console.print(f"[bold]seconds[/bold]  {stage}: {_seconds_text(plan)}", highlight=False, soft_wrap=True)
+    for stage, plan in planned.stages.items():
+        if plan.workload.of_use("trained") and (most := most_row_tokens(plan)):
+            tokens = f"{plan.workload.sequence_tokens:,} tokens planned, at most {most:,} fit this layout"
+            console.print(f"[bold]rows[/bold]  {stage}: {tokens}", highlight=False, soft_wrap=True)
     for stage, plan in planned.stages.items():
         disk = ", ".join(f"{what} {_short(size)}" for what, size in disk_bytes(plan.workload).items())
         if disk:

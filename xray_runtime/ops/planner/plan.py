@@ -8,9 +8,10 @@ Placements:
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from xray_runtime.cluster.pool.machine import Machine
@@ -19,6 +20,8 @@ from xray_runtime.ops.planner.memory import HELD_IN_A_PASS, Layout, Memory
 from xray_runtime.ops.planner.workload import PlannedRole, Workload
 
 Placement = Literal["colocated", "separate"]
+MOST_TOKENS = 2**24
+"""The longest sequence that is tried."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,18 @@ def plan_of(workload: Workload, machine: Machine, placement: Placement, layouts:
     memory = [workload.memory(role, layouts[role.use], shared=shared) for role in workload.roles]
     plans = tuple(RolePlan(role, layouts[role.use], m) for role, m in zip(workload.roles, memory, strict=True))
     return Plan(placement, plans, tuple(_shared(plans, workload, machine, placement)), layouts, workload, machine)
+
+
+def most_row_tokens(plan: Plan) -> int:
+    """Tokens of the longest sequence with which these layouts fit, up to `MOST_TOKENS`; 0: none does."""
+    workload = plan.workload
+
+    def fits(tokens: int) -> bool:
+        reply = min(workload.response_tokens, tokens)
+        other = replace(workload, sequence_tokens=tokens, response_tokens=reply)
+        return plan_of(other, plan.machine, plan.placement, plan.layouts).fits
+
+    return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
 
 
 def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:

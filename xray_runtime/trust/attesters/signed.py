@@ -16,7 +16,7 @@ from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import SharedStore
 from xray_runtime.trust import attestation, keys, log
-from xray_runtime.trust.signing import require_agent, signing_key
+from xray_runtime.trust.signing import require_signer, signing_key
 
 
 class SignedEvidence:
@@ -33,8 +33,12 @@ class SignedEvidence:
     open_store = staticmethod(attestation.open_store)
     publish_card = staticmethod(attestation.publish_card)
 
+    require_signer = staticmethod(require_signer)
+
     def prepare(self, output: Path, shared: SharedStore | None) -> None:
-        require_agent(signing_key(output))
+        # A directory takes over no key that cannot sign.
+        require_signer()
+        signing_key(output)
         keys.exchange_keys(output, shared)
         keys.keep_log_state(output)
 

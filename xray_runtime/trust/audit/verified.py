@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,7 +41,7 @@ from xray_runtime.kernel.evidence.view import EMPTY, Head
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.graph import CheckpointGraph
 from xray_runtime.kernel.store.checkpoints import read_bounded
-from xray_runtime.kernel.store.digest_memory import SETTLED_S
+from xray_runtime.kernel.store.digest_memory import shows_changes
 from xray_runtime.kernel.store.manifest import Sha256
 from xray_runtime.trust.provenance import package_digest
 from xray_runtime.trust.signing import has_signing_key, require_agent, signing_key
@@ -183,8 +182,7 @@ def _keys(trusted: Sequence[TrustedKey]) -> dict[str, str | None]:
 def _state(directory: Path) -> str | None:
     """One digest over the states of a directory and all below it; links are not followed.
 
-    None where one cannot be read, or has just changed: a second change in the same tick of the file system's clock
-    would not show.
+    None where one cannot be read, or changed lately: `digest_memory` says why.
     """
     digest, newest = hashlib.sha256(), 0
     pending = [(os.fspath(directory), directory.name)]
@@ -199,4 +197,4 @@ def _state(directory: Path) -> str | None:
                 pending += [(f"{path}/{below}", f"{name}/{below}") for below in sorted(os.listdir(path))]
     except OSError:
         return None
-    return digest.hexdigest() if time.time_ns() - newest > SETTLED_S * 1e9 else None
+    return digest.hexdigest() if shows_changes(directory, newest) else None

@@ -194,7 +194,7 @@ def _checked(store: LineageStore, public: Path | None) -> PortableIteration:
     node = store.graph.nodes.get(record.checkpoint)
     if node is None:
         raise BundleProblem([f"{RECORD}: the checkpoint {record.checkpoint[:12]} that it names is not in the bundle"])
-    _require(_of_record(output, node, Verifier(keys)))
+    _require(_of_record(node, Verifier(keys)))
     for role, sha256 in sorted(node.manifest.parents.items()):
         parent = store.graph.nodes.get(sha256)
         if parent is None:
@@ -228,7 +228,7 @@ def _differing(output: Path, signed: dict[str, str]) -> list[str]:
     return [f"{name}: {text}" for name, text in sorted(problems.items())]
 
 
-def _of_record(output: Path, node: Node, verifier: Verifier) -> list[str]:
+def _of_record(node: Node, verifier: Verifier) -> list[str]:
     """The faults of the stage's own files, by the statement that was signed when it was published."""
     where = f"{CHECKPOINTS}/{node.directory.name}"
     try:

@@ -140,6 +140,7 @@ REFUSED = [
     " ppo: {stages: [{lora: {target_modules: [experts]}, adapter_sync: adapter}]}}",
     "ppo: {stages: [{lora: {quantize: nf4}, adapter_sync: adapter}]}",
     "sft: {lora: {quantize: nf4}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
+    "sft: {lora: {target_modules: [v_proj, layers.0.q_proj]}, engine: {pipeline_parallel: 2, num_workhorses: 2}}",
     "sft: {lora: {quantize: nf4, dora: true}}",
     "reward: {lora: {target_modules: [experts]}}",
     "generator: {engine: vllm, quantization: int4}",

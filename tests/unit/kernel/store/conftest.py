@@ -17,6 +17,7 @@ from xray_runtime.kernel.store.digest_memory import DigestMemory
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DigestMemory:
     """A memory that also remembers what was just written, as a test's files all were."""
     monkeypatch.setattr(digest_memory, "SETTLED_S", -1.0)
+    monkeypatch.setattr(digest_memory, "CANNOT_TELL", frozenset())
     return DigestMemory(tmp_path / "memory" / "digests.sqlite")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ import pytest
 from tests.unit.kernel.store.outside import LONG_AGO, written
 from xray_runtime.kernel.store import digest_memory
 from xray_runtime.kernel.store.content_digest import DigestMemory, OutsideChangedError, file_digest
+from xray_runtime.kernel.store.digest_memory import FileState
 
 ROOT = Path(__file__).parents[4]
+needs_memory_disk = pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a file system in memory")
 
 
 def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, memory: DigestMemory, reads: list[str]) -> None:
@@ -43,6 +48,46 @@ def test_recently_written_files_are_read_again(tmp_path: Path, reads: list[str])
     path, memory = written(tmp_path / "new", b"one"), DigestMemory(tmp_path / "digests.sqlite")
     assert file_digest(path, memory) == file_digest(path, memory)
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize(
+    ("folder", "age_s"), [(None, 60), pytest.param(Path("/dev/shm"), 10**6, marks=needs_memory_disk)], ids=str
+)
+def test_memory_that_is_mapped_hides_no_change(
+    folder: Path | None, age_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second store into a page leaves the times, until the page was written to the disk."""
+    now, memory = time.time_ns, DigestMemory(tmp_path / "digests.sqlite")
+    with tempfile.NamedTemporaryFile(dir=folder or tmp_path) as file:
+        file.write(bytes(4096))
+        file.flush()
+        path, mapped = Path(file.name), mmap.mmap(file.fileno(), 4096)
+        mapped[0] = 1
+        state = FileState.of(path)
+        monkeypatch.setattr(time, "time_ns", lambda: now() + age_s * 10**9)
+        assert file_digest(path, memory) == hashlib.sha256(b"\1" + bytes(4095)).hexdigest()
+        mapped[0] = 2
+        assert FileState.of(path) == state
+        assert file_digest(path, memory) == hashlib.sha256(b"\2" + bytes(4095)).hexdigest()
+
+
+def test_where_the_system_does_not_say_what_a_disk_is_files_are_remembered(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_memory, "SETTLED_S", -1.0)
+    path, memory = written(tmp_path / "a", b"abc"), DigestMemory(tmp_path / "digests.sqlite")
+    device = path.stat().st_dev
+    mount = f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw master:1 - vfat /dev/root rw\n"
+    monkeypatch.setattr(digest_memory, "MOUNTS", tmp_path / "mounts")
+    for number, content in enumerate(("35 34 0:99999 / / rw - tmpfs none rw\n", mount, None)):
+        if content is not None:
+            (tmp_path / "mounts").write_text(content)
+        else:
+            (tmp_path / "mounts").unlink()
+        path = written(tmp_path / str(number), b"abc")
+        file_digest(path, memory)
+        file_digest(path, memory)
+    assert reads == ["0", "1", "1", "2"]
 
 
 def test_a_time_set_back_hides_no_change(tmp_path: Path, memory: DigestMemory) -> None:
@@ -110,7 +155,7 @@ import sys
 from pathlib import Path
 from xray_runtime.kernel.store import digest_memory
 from xray_runtime.kernel.store.content_digest import DigestMemory, file_digest
-digest_memory.SETTLED_S = -1.0
+digest_memory.SETTLED_S, digest_memory.CANNOT_TELL = -1.0, frozenset()
 memory, folder, wanted = DigestMemory(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
 sys.stdin.read()
 print(*(file_digest(folder / name, memory)[:16] for name in wanted))

@@ -125,9 +125,11 @@ def test_prompts_are_drawn_in_proportion_to_weights() -> None:
         ([1.0, np.nan], "returned a weight that is negative or not finite"),
         ([1.0, -1.0], "returned a weight that is negative or not finite"),
         ([0.0, 0.0], "returned 0 weights above 0, must be at least 1"),
+        (["much", 1.0], "returned something else than numbers: could not convert string to float: .*"),
+        (None, r"returned shape \(\), must be \(2,\): a weight for each prompt"),
     ],
 )
-def test_weights_are_tried_before_anything_is_computed(given: list[float], message: str) -> None:
+def test_weights_are_tried_before_anything_is_computed(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^curriculum: mine:weights {message}$"):
         order([0, 0], lambda known: given, by="mine:weights")
 

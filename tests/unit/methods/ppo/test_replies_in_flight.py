@@ -220,14 +220,30 @@ def test_episodes_of_an_environment_have_turns_of_several_versions(inputs: PPOIn
             assert iteration - 3 <= versions.min()
 
 
+def with_validation(inputs: PPOInputs, data: Path) -> PPOInputs:
+    """Two validation prompts beside the others."""
+    shutil.copytree(inputs.prompts.path, data)
+    rows = [Example(f"v{n}", "v", [{"role": "user", "content": f"validation {n}"}], "x") for n in range(2)]
+    write_pairs(data / "validation.arrow", Example, rows)
+    return replace(inputs, prompts=Dataset(data))
+
+
+@pytest.mark.parametrize("fields", [{}, PLAYED], ids=["replies", "environment"])
+def test_a_validation_says_which_version_it_scored(inputs: PPOInputs, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """It is of one version, while the replies beside it go on with several."""
+    given = fields | {"validation": {"every": 2, "num_prompts": 2}, "ends_with_last": False}
+    recorder = trained(with_validation(inputs, tmp_path / "data"), tmp_path / "out", tmp_path / "kept", **given)
+    assert [point.get("validation/version") for point in recorder.points] == [0, None, 2, None, 4, None, 6, None]
+    mixed = [row for rows in shards(tmp_path / "out") for row in rows if len(set(row["token_versions"])) > 1]
+    assert mixed
+    record = json.loads((tmp_path / "out" / "validation.json").read_text())
+    assert list(record["scores"]) == ["0", "2", "4", "6", "8"]
+
+
 def test_the_last_weights_come_as_all_others(
     inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A validation follows them; what was given up may still wait for the generator then, as another version."""
-    data = tmp_path / "data"
-    shutil.copytree(inputs.prompts.path, data)
-    rows = [Example(f"v{n}", "v", [{"role": "user", "content": f"validation {n}"}], "x") for n in range(2)]
-    write_pairs(data / "validation.arrow", Example, rows)
     versions, updating = list[int](), InFlight.updating
 
     def noted(self: InFlight[Any, Any], version: int) -> AbstractContextManager[None]:
@@ -237,7 +253,7 @@ def test_the_last_weights_come_as_all_others(
     monkeypatch.setattr(InFlight, "updating", noted)
     fields: dict[str, Any] = {"iterations": 2, "oversample": 0.5, "max_new_tokens": 16, "ends_with_last": False}
     fields |= {"validation": {"every": 2, "num_prompts": 2}}
-    trained(replace(inputs, prompts=Dataset(data)), tmp_path / "out", tmp_path / "kept", **fields)
+    trained(with_validation(inputs, tmp_path / "data"), tmp_path / "out", tmp_path / "kept", **fields)
     assert versions == [0, 1, 2]
 
 

@@ -46,6 +46,7 @@ def test_what_a_function_reads_is_found_by_trying_it() -> None:
     }
     assert advantage_reads(lambda r: r.scores) == set()
     assert advantage_reads(lambda r: r.scores * r.column("level")) == {"column level"}
+    assert advantage_reads(lambda r: r.topk_logprobs.sum(-1)) == {"topk_logprobs"}
 
 
 def test_checks_try_streams_too() -> None:
@@ -55,8 +56,11 @@ def test_checks_try_streams_too() -> None:
     with pytest.raises(ValueError, match="tokens that the policy did not choose"):
         check_loss(lambda t: t.logprobs + _of_reply(t, t.rollout_logprobs))
     check_advantages(lambda r: r.scores * r.column("level") + ((r.rollout_logprobs + r.versions) * r.mask).sum(-1))
+    check_advantages(lambda r: (r.topk_logprobs.exp().sum(-1) + r.topk_ids[..., 0]) * r.mask)
     with pytest.raises(ValueError, match="depends on padding"):
         check_advantages(lambda r: r.scores + r.rollout_logprobs.mean())
+    with pytest.raises(ValueError, match="depends on padding"):
+        check_advantages(lambda r: r.scores + r.topk_logprobs.mean())
     with pytest.raises(ValueError, match="depends on the order of the replies"):
         check_advantages(lambda r: r.scores + (r.versions * r.mask).sum(-1).cumsum(0))
 

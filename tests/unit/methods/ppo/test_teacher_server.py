@@ -35,6 +35,7 @@ class Teacher(ThreadingHTTPServer):
     def __init__(self, lm: Any) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.lm, self.asked, self.broken, self.prompt = lm, list[dict[str, Any]](), 0, [5, 9, 7]
+        self.most = 20
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if path == "/tokenize":
@@ -44,6 +45,8 @@ class Teacher(ThreadingHTTPServer):
             self.broken -= 1
             return {"choices": [{"prompt_logprobs": None}]}
         ids, k = request["prompt"], request["prompt_logprobs"]
+        if k > self.most:
+            raise PermissionError(f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.most}")
         with torch.no_grad():
             logp = self.lm(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
         places: list[Any] = [None]
@@ -59,8 +62,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        content = json.dumps(self.server.answer(self.path, request)).encode()
-        self.send_response(200)
+        try:
+            status, answer = 200, self.server.answer(self.path, request)
+        except PermissionError as error:
+            status, answer = 400, {"error": {"message": str(error)}}
+        content = json.dumps(answer).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -123,14 +130,15 @@ def test_no_reply_is_asked_twice_and_a_replay_reads_the_checkpoint(
     asks(teacher, kept).score(ROWS, 4)
     assert len(teacher.asked) == 6
     asks(teacher, kept).check(PROMPTS)
+    assert len(teacher.asked) == 7
     publish_answers(Journal(kept), out)
     journal = Journal(again)
     assert restore_answers(out, journal) == {"teacher"}
     same(asks(teacher, again).score(ROWS, 3), first)
-    assert len(teacher.asked) == 6
     # Nor does a replay need the server for what it had read alike.
     teacher.prompt = [0]
     asks(teacher, again).check(PROMPTS)
+    assert len(teacher.asked) == 7
     (out / ANSWERS).write_text('{"key": "x", "source": "teacher", "answer": {}}\n')
     with pytest.raises(ValueError, match=r"line 1: damaged$"):
         restore_answers(out, journal)
@@ -157,6 +165,9 @@ def test_an_answer_without_log_probabilities_is_asked_for_again_and_then_fails(
 def test_it_must_read_what_the_student_reads(teacher: Teacher, message_texts: Messages) -> None:
     asks(teacher).check(PROMPTS)
     teacher.prompt = [5, 9, 7, 2]
+    with message_texts.raises(ValueError):
+        asks(teacher).check(PROMPTS)
+    teacher.prompt, teacher.most = [5, 9, 7], TOP_K - 1
     with message_texts.raises(ValueError):
         asks(teacher).check(PROMPTS)
     teacher.prompt = "5 9 7"  # type: ignore[assignment]

@@ -40,6 +40,7 @@ from xray_runtime.methods.distill.config import DistillConfig
 from xray_runtime.methods.distill.kind import DISTILL
 from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.kind import PPOInputs
+from xray_runtime.methods.ppo.metrics import summary
 from xray_runtime.methods.ppo.objectives import KLToReference, PPOObjective
 from xray_runtime.models.causal_lm import load_tokenizer
 
@@ -189,8 +190,11 @@ def test_a_column_says_which_teacher_a_row_has(tmp_path: Path, message_texts: Me
     assert again["teacher_logprobs"].equals(table["teacher_logprobs"])
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "other", column | {"values": ["math", "law"]})
+    # All rows are read before anything is opened.
+    world = World()
     with message_texts.raises(ValueError):
-        taught(inputs, tmp_path / "missing", column | {"column": "topic"})
+        attempt(inputs, tmp_path / "missing", world, model=Taught, **FIELDS, distillation=column | {"column": "topic"})
+    assert world.calls == []
 
 
 def test_the_policy_teaches_itself_with_a_demonstration(tmp_path: Path) -> None:
@@ -256,7 +260,8 @@ def test_a_teacher_of_another_vocabulary_reads_the_texts(tmp_path: Path) -> None
 def test_replies_that_it_reads_as_other_text_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message_texts: Messages
 ) -> None:
-    """Their last word is half of a character; where that is so in many and all, nothing would be taught."""
+    """Their last word is half of a character. They count in no mean of the others, get no advantage, and are counted;
+    where that is so in many and all, nothing would be taught."""
     inputs = make(tmp_path, corpus=OTHER_WORDS)
     broken = load_tokenizer(inputs.policy.path).get_vocab()["Ã"]  # byte-level BPE's name of the first byte of an ü
 
@@ -268,16 +273,42 @@ def test_replies_that_it_reads_as_other_text_are_left_out(
 
     monkeypatch.setattr(Taught, "_generate", sampled)
     half = {0, 2}
-    taught(inputs, tmp_path / "out", {"coef": 2.0})
+    _, recorder = taught(inputs, tmp_path / "out", {"coef": 2.0})
     table = read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table
     assert [ids[0] == broken for ids in table["reply_ids"].to_pylist()] == [True, False, True, False]
     for row in (0, 2):
         assert table["teacher_logprobs"].to_pylist()[row] == table["logprobs"].to_pylist()[row]
+    # Both others have a surplus of .5 at one of two tokens, the mean of which is .25.
+    expected = [[0, 0], [-0.5, 0.5], [0, 0], [0.5, -0.5]]
+    assert table["advantages"].to_pylist() == pytest.approx(np.array(expected), abs=1e-6)
+    [point] = recorder.points
+    assert (point["rollout/teacher_unread"], point["kl/teacher_k1"]) == (2.0, pytest.approx(-0.5, abs=1e-6))
+    assert "2 replies unread by the teacher" in summary(point)
     half = {0, 1, 2, 3}
-    taught(inputs, tmp_path / "few", {"coef": 2.0})
+    _, recorder = taught(inputs, tmp_path / "few", {"coef": 2.0})
+    assert (recorder.points[0]["rollout/teacher_unread"], recorder.points[0]["kl/teacher_k1"]) == (4.0, 0.0)
     monkeypatch.setattr(teacher_prompts, "MOST_UNREAD", 8)
     with message_texts.raises(ValueError):
         taught(inputs, tmp_path / "none", {"coef": 2.0}, iterations=2)
+
+
+def test_any_stop_of_the_policy_ends_a_reply_for_the_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that only the generation config calls an end, as Qwen's does <|endoftext|>; it is the teacher's end."""
+    inputs = make(tmp_path, corpus=OTHER_WORDS)
+    [stop] = load_tokenizer(inputs.policy.path).encode("an", add_special_tokens=False)
+    (inputs.policy.path / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+
+    def sampled(self: PPOModel, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
+        found = PPOModel._generate(self, rows, sampling, version)
+        assert stop in sampling.stop_token_ids
+        tokens = Ragged.of([reply[0], stop] for reply in found.response_ids)
+        return found.with_columns(response_ids=tokens, rollout_logprobs=tokens.like(logprob(tokens.values)))
+
+    monkeypatch.setattr(Taught, "_generate", sampled)
+    _, recorder = taught(inputs, tmp_path / "out", {})
+    assert recorder.points[0]["rollout/teacher_unread"] == 0.0
+    [(_, rows)] = texts
+    assert {read[-1] for read in rows} == {load_tokenizer(inputs.teacher[0].path).eos_token_id}
 
 
 def test_a_prompt_that_it_cannot_read_is_refused_before_anything_is_computed(
@@ -328,6 +359,9 @@ MODEL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, 
         (1, {"distillation": {"demonstration": "d", "shown": "{prompt}"}}),
         (1, {"distillation": {"coef": 0.0}}),
         (1, {"distillation": {"beta": 1.5}}),
+        (1, {"distillation": {"demonstration": "example"}}),
+        (2, {"distillation": {"column": "subject", "values": ["math", "code"]}}),
+        (1, {"curriculum": {"by": "column", "column": "level"}}),
         (1, {"validation": {"every": 1}}),
         (1, {"reference": True}),
         (1, {"resample_rounds": 1, "samples_per_prompt": 2}),

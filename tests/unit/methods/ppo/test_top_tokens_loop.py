@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from tests.message_texts import Messages
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, make_inputs
+from xray_runtime.algorithms.estimators import AdvantageInputs
 from xray_runtime.algorithms.logprobs import NO_LOGPROB
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ledger import read_shard, shard_path
@@ -113,6 +115,34 @@ def test_they_stay_with_their_tokens_from_the_reply_to_the_ledger(
         for name in ("topk_ids", "topk_logprobs"):
             assert table[name].to_pylist() == [row.tolist() for row in expected[name]]
         assert table["kept_mass"].to_pylist() == [[MASS] * len(row) for row in counts]
+
+
+def surest(rollout: AdvantageInputs) -> Tensor:
+    """The sampler's probability of its likeliest token in each place, plus that token's id."""
+    return rollout.topk_logprobs[..., 0].exp() + rollout.topk_ids[..., 0]
+
+
+def test_advantages_read_them_too(inputs: PPOInputs, tmp_path: Path) -> None:
+    """The generator tells them because the function reads them, and the update, whose loss does not, gets none."""
+
+    class Noted(PPOModel):
+        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
+            answer = super()._generate(rows, sampling, version)
+            assert (sampling.top_logprobs, sampling.kept) == (NUM_TOP, False)
+            found = columns_of(answer.response_ids)
+            return answer.with_columns(topk_ids=found["topk_ids"], topk_logprobs=found["topk_logprobs"])
+
+        def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> dict[str, float]:
+            assert not {"topk_ids", "topk_logprobs"} & {*rows.columns()}
+            return super()._train(rows, totals, lr)
+
+    given: dict[str, Any] = {"advantages": "mine:surest", "functions": {"mine:surest": surest}}
+    given |= {"top_logprobs": NUM_TOP, "whiten_advantages": False}
+    attempt(inputs, tmp_path / "out", World(), model=Noted, iterations=1, **given)
+    table = shard(tmp_path / "out", 0)
+    # The likeliest is the sampled token itself, of half of the probability.
+    expected = np.array(table["reply_ids"].to_pylist()) + 0.5
+    assert table["advantages"].to_pylist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("lag", [0, 2])

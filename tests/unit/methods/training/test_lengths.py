@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.message_texts import Messages
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, PreferenceExample, write_pairs
 from xray_runtime.data.replies import LabelledReply, Replies, mismatched, within
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.methods.common.findings import pairs_findings
 from xray_runtime.methods.common.training.dataset import (
+    check_longest,
     fitting_prompts,
+    list_dropped,
     max_prompt_tokens,
     max_reply_tokens,
     preference_tokens,
@@ -125,6 +128,36 @@ def test_pairs_beyond_the_context_are_left_out_and_counted(tmp_path: Path, tiny_
     assert [text.count("hello") for text in fitting_prompts(data, train)] == [1, 3, 5]
     series = {name: [(0, value)] for name, value in recorder.values.items()}
     assert pairs_findings(series) == ["dropped 3 pairs longer than the model's context of 60 tokens"]
+
+
+def test_what_was_left_out_is_listed_with_its_tokens(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    data, small = pairs(tmp_path / "data", [2, 90, 3], [2, 80]), model(tmp_path / "m", max_position_embeddings=60)
+    train, heldout = preference_tokens(stage(), data, tiny_tokenizer, Notes(), small)  # type: ignore[arg-type]
+    list_dropped(tmp_path, train, heldout)
+    listed = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    whole, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
+    assert listed[0] == {"reason": "longer_than_context", "id": "p1", "tokens": len(whole.take([1]).input_ids.values)}
+    assert [(row["id"], row["tokens"] > 60) for row in listed] == [("p1", True), ("p1", True)]
+    list_dropped(tmp_path / "data", train)
+    assert len((tmp_path / "data" / "dropped.jsonl").read_text().splitlines()) == 1
+    list_dropped(tmp_path / "m", whole)
+    assert not (tmp_path / "m" / "dropped.jsonl").exists()
+
+
+def test_the_row_that_no_workhorse_holds_is_named(tmp_path: Path, tiny_tokenizer: Any, message_texts: Messages) -> None:
+    """The longest of those that are left, with its place in the dataset."""
+    data, small = pairs(tmp_path / "data", [2, 90, 20, 3], [2]), model(tmp_path / "m", max_position_embeddings=60)
+    train, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), small)  # type: ignore[arg-type]
+    asked: list[int] = []
+    one: Any = SimpleNamespace(name="dpo", too_long=lambda spec, tokens: asked.append(tokens) or "is too long: do this")
+    pair = train.take([1])
+    sides = [int(ids.lengths[0]) for ids in pair.sides()]
+    for given in ({}, {"reply_tokens": 16, "field": "critic_engine"}):
+        with message_texts.raises(ValueError):
+            check_longest(one, None, train.together(), train.id, **given)  # type: ignore[arg-type]
+    assert asked == [sum(sides) - int(pair.prompt_lengths[0]), sum(sides) - int(pair.prompt_lengths[0]) + 16]
+    one.too_long = lambda spec, tokens: None
+    check_longest(one, None, train.longest(), train.id)  # type: ignore[arg-type]
 
 
 def test_a_side_without_a_pair_that_fits_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:

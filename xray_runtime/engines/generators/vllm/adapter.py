@@ -40,6 +40,9 @@ class AdapterSampler(VLLMSampler):
         super().__init__(directory, max_length, runtime, rank, **options)
         self._fields = adapter
 
+    def logprobs(self, rows: list[list[int]]) -> None:
+        """vLLM gives no log-probabilities of a prompt while it may have adapters."""
+
     def write(self, tensors: Tensors, version: int) -> None:
         """Replace the adapter by peft's `tensors`; without any, take it out."""
         from vllm.lora.request import LoRARequest

@@ -238,6 +238,20 @@ class VLLMSampler(Sampler):
         routes = (recorded.of(o.request_id, count) for o, count in zip(outputs, counts, strict=True))
         return [replace(reply, routes=found) for reply, found in zip(replies, routes, strict=True)]
 
+    def logprobs(self, rows: list[list[int]]) -> list[float] | None:
+        params = self._vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._wake(*MEMORY)
+        outputs = self._llm.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        if not self._stays_awake:
+            self.sleep()
+        # Nothing is known of a row's first token.
+        given = zip(rows, outputs, strict=True)
+        return [
+            place[token].logprob
+            for row, o in given
+            for token, place in zip(row[1:], o.prompt_logprobs[1:], strict=True)
+        ]
+
     def _recorded_routes(self) -> AbstractContextManager[RecordedRequests]:
         from xray_runtime.engines.generators.vllm.routes import recorded_requests
 

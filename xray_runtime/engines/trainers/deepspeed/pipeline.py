@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xray_runtime.data.batch import TextBatch
+from xray_runtime.engines.adapted_stages import check_adapted_stages
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.trainers.deepspeed.mesh import Mesh
 from xray_runtime.engines.trainers.deepspeed.zero import ZeroEngine
@@ -41,6 +42,7 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
         raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
     if len(module.layers) < stages:
         raise ValueError(f"{refused}: the model has {len(module.layers)} layers")
+    check_adapted_stages(module, stages, field)
 
 
 class StageScorer(Scorer):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS
+from xray_runtime.engines.adapted_stages import check_adapted_stages
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.megatron.adapters import adapt
@@ -48,6 +49,7 @@ class MegatronEngine(Scorer):
     def __init__(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> None:
         check_llama(module, training.engine)
         topology = Topology.of(training.engine)
+        check_adapted_stages(module, topology.pipeline, "engine")
         # Groups are global in the process, which may have held another model before.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(topology.tensor, topology.pipeline, create_gloo_process_groups=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Pairs, PreferenceExample
 from xray_runtime.data.tokens import Read, Report, Tokens
 from xray_runtime.methods.prepare.config import PROMPT_TOKENS
@@ -17,9 +18,13 @@ from xray_runtime.methods.sft.config import REPLY_TOKENS
 from xray_runtime.models.causal_lm import max_positions
 
 if TYPE_CHECKING:
+    from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.data.tokenizer import Tokenizer
     from xray_runtime.kernel.graph.kind import Recorder
+
+TOO_LONG = "longer_than_context"
+"""Reason to leave out a pair."""
 
 
 def is_in_order(dataset: Path) -> bool:
@@ -56,6 +61,43 @@ def validation_file(stage: str, dataset: Path) -> Path:
     return dataset / VALIDATION
 
 
+def check_longest(
+    stage: Stage[Any, Any],
+    spec: ModelSpec,
+    lengths: np.ndarray,
+    id_of: Callable[[int], str],
+    *,
+    reply_tokens: int = 0,
+    field: str = "engine",
+) -> None:
+    """Check that a Workhorse of `spec` can train on the longest row.
+
+    Args:
+        lengths: tokens of each row.
+        id_of: row → its name in the dataset.
+        reply_tokens: of the longest reply that is yet to be sampled.
+        field: the section with the model's layout.
+
+    Raises:
+        ValueError: it cannot; one line names the row, and what would hold it.
+    """
+    if not lengths.size:  # other checks say so
+        return
+    row = int(lengths.argmax())
+    found = stage.too_long(spec, int(lengths[row]) + reply_tokens)
+    if found is not None:
+        with_reply = f", with a reply of {reply_tokens:,}," if reply_tokens else ""
+        raise ValueError(f"{stage.name}.{field}: row {id_of(row)!r}{with_reply} {found}")
+
+
+def list_dropped(out: Path, *sides: Tokens) -> None:
+    """Write dropped.jsonl, if any pair of these sides was left out."""
+    if any(side.num_dropped for side in sides):
+        with DroppedRows(out) as dropped:
+            for side in sides:
+                side.list_dropped(dropped)
+
+
 def preference_tokens(
     stage: Stage[Any, Any], dataset: Path, tokenizer: Tokenizer, recorder: Recorder, model: Path, read: Read = "replies"
 ) -> tuple[Tokens, Tokens]:
@@ -69,7 +111,7 @@ def preference_tokens(
     train, heldout = (Tokens(path, *given) for path in paths)
     if context is None:
         return train, heldout
-    dropped = [tokens.keep(longest <= context) for tokens in (train, heldout) for longest in [tokens.longest()]]
+    dropped = [tokens.keep(tokens.longest() <= context, TOO_LONG) for tokens in (train, heldout)]
     if sum(dropped):
         recorder.metrics({"lengths/too_long": float(sum(dropped)), "lengths/max_tokens": float(context)}, step=0)
     for tokens, count, side in zip((train, heldout), dropped, ("training", "held-out"), strict=True):

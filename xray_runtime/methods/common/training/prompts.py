@@ -44,10 +44,19 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         """Row of each prompt's first appearance."""
         self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
         """Number of rows whose prompts do not fit."""
-        longest = int(self._tokens.prompt_lengths[self.rows].max(initial=1))
+        longest = int(self.lengths.max(initial=1))
         self.room = min(max_prompt, max(PROMPT_TOKENS, 2 ** math.ceil(math.log2(longest))))
         """Tokens that a generator needs for the longest prompt: a context of 100,000 would take all memory for its
         cache. A power of two, so that the sides of a dataset share an engine."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt."""
+        return self._tokens.prompt_lengths[self.rows]
+
+    def id(self, index: int) -> str:
+        """The id of the row in which a prompt first appears."""
+        return self._pair(int(self.rows[index])).id
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,4 +1,4 @@
-"""People's approvals in the log: each is signed by the key that it names."""
+"""People's approvals in the log: each is signed, for this log, by the key that it names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.history.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.trust.approvals import verified
 
-CODES = {"approval-invalid": Meaning("An approval in the log is not one that the person's key signed.", ASK)}
+CODES = {"approval-invalid": Meaning("An approval in the log is not one that the person's key signed for it.", ASK)}
 
 
 def _check(audited: Audited) -> Iterator[Finding]:
     for given in audited.log.state(LogApprovals).given:
         try:
-            verified(given)
+            verified(given, audited.log)
         except ValueError as error:
             detail = f"of {given.name} {given.checkpoint[:12]}: {first_line(error)}"
             yield Finding(LOG, "approval-invalid", detail)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import SignatureProblem, Verifier
+from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.evidence.statement import Statement, read_statement, verified_statement
+from xray_runtime.kernel.evidence.view import LogView
 from xray_runtime.kernel.graph.artifacts import Model, RewardModel
 from xray_runtime.kernel.history.audit_check import ASK, RECOMPUTE, AuditCheck, Audited, Finding, Meaning, is_erased
 from xray_runtime.kernel.history.graph import Node
@@ -36,7 +38,7 @@ CODES = {
     "file-link": Meaning("A file of the checkpoint is a link; it was not followed.", RECOMPUTE),
     "statement-missing": Meaning("The record of how this copy was made is missing.", RECOMPUTE),
     "statement-malformed": Meaning("The record of how this copy was made cannot be read.", RECOMPUTE),
-    "statement-contradicts": Meaning("The statement and the checkpoint it is about disagree.", RECOMPUTE),
+    "statement-contradicts": Meaning("The statement disagrees with the checkpoint or the signed log.", RECOMPUTE),
     "signature-missing": Meaning("The statement or model is not signed.", RECOMPUTE),
     "signature-malformed": Meaning("The signature cannot be read.", RECOMPUTE),
     "signature-foreign": Meaning("The statement or model was signed with another key than the one trusted here.", ASK),
@@ -71,7 +73,7 @@ def check_checkpoint(audited: Audited, node: Node) -> Iterator[Finding]:
         gone = damage.code == "file-missing" and is_erased(node, audited.log, damage.path)
         yield Finding(node.name, "withdrawn" if gone else damage.code, damage.text)
     yield from _identity(node)
-    attested = list(_attestation(audited.store, node, audited.verifier))
+    attested = list(_attestation(audited.store, audited.log, node, audited.verifier))
     yield from attested
     if audited.hashing and audited.verifier is not None and not any(finding.is_broken for finding in attested):
         yield from _check_sources(node)
@@ -99,7 +101,7 @@ def _identity(node: Node) -> Iterator[Finding]:
         yield Finding(node.name, "manifest-inconsistent", "its dataset is not one of its parents")
 
 
-def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
+def _attestation(store: LineageStore, log: LogView, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
     directory, record = node.directory, node.directory / ATTESTATION
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
@@ -125,6 +127,9 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
                 check_model_signature(directory, files, verifier, node.finished)
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
+    logged = log.published.get(directory.name)
+    if logged is not None and logged.statement not in (None, file_sha256(record / STATEMENT)):
+        yield Finding(node.name, "statement-contradicts", f"{LOG} names another statement of it")
     differing = statement.contradicts(node.manifest, node.sha256)
     if differing:
         yield Finding(node.name, "statement-contradicts", f"they differ in: {', '.join(differing)}")
