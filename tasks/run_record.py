@@ -21,7 +21,7 @@ from xray.tasks.this_flow import PAGE, flow_parameters, prefect_tags, trigger_of
 from xray_runtime.kernel.config.loading import to_yaml
 from xray_runtime.kernel.config.sources import SourceTerms
 from xray_runtime.kernel.credentials import strip_credentials, tracking_address
-from xray_runtime.kernel.errors import is_cancelled
+from xray_runtime.kernel.errors import error_summary, is_cancelled
 from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT, digests, view
 from xray_runtime.kernel.evidence.view import LOCKS, RunBegan, run_lock
 from xray_runtime.kernel.history.evidence import evidence
@@ -32,6 +32,8 @@ from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, StageRun, Tra
 from xray_runtime.kernel.tracking.registry import LOG_TAG, own_store
 
 NOTE = "mlflow.note.content"
+MAX_FAILURE = 500
+"""Characters of why a run failed."""
 """Tag of a run: its description on MLflow's page."""
 HEADLINE = ("win_rate", "gold_before", "gold_after", "gold_delta", "reward_before", "reward_after", "kl")
 """Numbers of an evaluation that a run's page in MLflow shows and its lists sort by."""
@@ -98,9 +100,12 @@ class RunRecord:
     ) -> None:
         with self._stack:
             status, mlflow_status = "completed", "FINISHED"
-            if error is not None:
-                status, mlflow_status = ("interrupted", "KILLED") if is_cancelled(error) else ("failed", "FAILED")
-            content = self.summary.close(status)
+            failure: str | None = None
+            if error is not None and is_cancelled(error):
+                status, mlflow_status = "interrupted", "KILLED"
+            elif error is not None:
+                status, mlflow_status, failure = "failed", "FAILED", error_summary(error)[:MAX_FAILURE]
+            content = self.summary.close(status, failure)
             try:
                 if error is None:
                     self.tracker.client.log_text(self.run_id, content, LIFECYCLE)

@@ -126,9 +126,14 @@ class RunSummary:
         self.content["registered"] = dict(registered)
         self._write()
 
-    def close(self, status: str) -> str:
-        """Set `status` (completed, failed or interrupted); a completed run gets its report. Returns the JSON."""
+    def close(self, status: str, failure: str | None = None) -> str:
+        """Set `status` (completed, failed or interrupted), and why it failed; a completed run gets its report.
+
+        Returns the JSON.
+        """
         self.content["status"] = status
+        if failure is not None:
+            self.content["failure"] = failure
         if status == "completed":
             self._report()
         return self._text()

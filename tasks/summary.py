@@ -78,13 +78,14 @@ def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
             low, high = e[f"{name}_delta_ci95"]
             change = f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}, difference {e[f'{name}_delta']:+.3f}"
             rows.append((title, f"{change} (95%: {low:+.3f} to {high:+.3f})"))
-    return [*rows, ("KL", f"{e['kl']:.2f} nats per reply to the model before")]
+    return [*rows, ("KL", f"{e['kl']:.2f} nats per reply to the baseline")]
 
 
 def run_description(content: Mapping[str, Any], prefect: str | None, output: Path) -> str:
     """The description of a run's page in MLflow (Markdown), from its lifecycle.json; `prefect`: its page there."""
     rows = evaluation_rows(content["evaluation"]) if content["evaluation"] is not None else []
-    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}.", ""]
+    why = f": {content['failure']}" if "failure" in content else "."
+    lines = [f"**{content['project']}**, seed {content['seed']}: {content['status']}{why}", ""]
     lines += [*markdown_table(("result", "value"), rows), ""] if rows else []
     if (registered := content["registered"]) is not None:
         address = f"#/models/{quote(registered['name'])}/versions/{registered['version']}"

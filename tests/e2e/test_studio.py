@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.e2e.chat_server import Answers
@@ -41,13 +43,14 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: no
 
 AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
-LONGEST_TASK_MS = 100
+LONGEST_TASK_MS, FIRST_PAGE_MS = 100, 200
 LOCAL = re.compile(r"http://127\.0\.0\.1:|file:///")
 """Addresses on this machine."""
 SCREENS = (("light", 1400), ("dark", 390))
 """A wide screen, and a phone at night."""
-PICTURED, REAL_PICTURED = {"lineage"}, {"run", "tokens"}
-"""Pages of which docs/images has pictures: of a synthetic lifecycle, and of the quickstart's."""
+PICTURED = {"prompts", "review", "question", "diff", "withdrawals", "chat"}
+"""Pages of which docs/images has pictures from a synthetic lifecycle; of all others it has the quickstart's."""
+COLORS = 96
 MAX_CLICKS = 7
 CLICKS = """addEventListener("click", event => {
     if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
@@ -65,6 +68,7 @@ PARTS = {
 }
 """Parts that pages request, and addresses that programs read."""
 RULES = "async () => (await axe.run()).violations"
+LOADED_MS = "() => performance.getEntriesByType('navigation')[0].loadEventEnd"
 ANSWERED_MS = "() => { const [p] = performance.getEntriesByType('navigation'); return p.responseEnd - p.requestStart; }"
 
 
@@ -154,9 +158,19 @@ def require_readable(window: Page, axe: str) -> None:
     assert found == [], window.url
 
 
+def loaded_ms(window: Page, address: str) -> float:
+    """Time from asking for the first page until it has loaded with all its files."""
+    window.goto(address)
+    window.wait_for_function("performance.getEntriesByType('navigation')[0].loadEventEnd > 0")
+    return float(window.evaluate(LOADED_MS))
+
+
 def picture(window: Page, name: str) -> None:
+    """Keep a picture of what the window shows, in few colours, which makes a small file."""
     if PICTURES in os.environ:
-        window.screenshot(path=Path(os.environ[PICTURES]) / f"studio-{name}.png")
+        phone = "-phone" if window.evaluate("window.innerWidth") < 1000 else ""
+        shown = Image.open(io.BytesIO(window.screenshot())).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+        shown.save(Path(os.environ[PICTURES]) / f"studio-{name}{phone}.png", optimize=True)
 
 
 def paths(output: Path) -> dict[str, str]:
@@ -171,10 +185,10 @@ def paths(output: Path) -> dict[str, str]:
         "rollouts": f"/rollouts/{policy[:12]}",
         "tokens": f"/rollouts/{policy[:12]}/tokens?iteration=1&row=7&by=kl",
         "extremes": f"/rollouts/{policy[:12]}/extremes?iteration=1&by=kl",
-        "by prompt": f"/rollouts/{policy[:12]}?order=prompt",
+        "prompts": f"/rollouts/{policy[:12]}?order=prompt&text=reply",
         "diff": f"/rollouts/{policy[:12]}/diff?first=0&second=1",
         "review": "/review",
-        "question": f"/review/{session.name}",
+        "question": f"/review/{session.name}?number=1",
         "recorded": "/review/recorded",
         "lineage": "/lineage",
         "checkpoint": f"/checkpoints/{find('evaluate', store).sha256}",
@@ -200,9 +214,12 @@ def test_every_page_fits_its_screen_and_passes_axe(
         window.goto(f"{address}{path}")
         require_readable(window, axe)
         times.append(f"{name} {window.evaluate(ANSWERED_MS):.0f}")
-        if scheme == "light" and name in PICTURED:
+        if name in PICTURED:
             picture(window, name)
-    answered = ", ".join(times)
+    # The machine may be busy with other tests: the fastest of several.
+    fastest = min(loaded_ms(window, address) for _ in range(8))
+    assert fastest < FIRST_PAGE_MS
+    answered = f"{', '.join(times)}; the first page loads in {fastest:.0f}"
     record_property(MEASURED, f"axe found nothing on {len(times)} pages, {width} pixels; answered in ms: {answered}")
     assert httpx.get(f"{address}{error}").status_code == 400
 
@@ -214,6 +231,16 @@ def test_every_registered_page_is_among_them(output: Path) -> None:
     assert registered.keys() >= PARTS
     missing = {path for path, regex in registered.items() if not any(map(regex.match, shown))}
     assert missing <= PARTS
+
+
+def test_a_dark_screen_prints_black_on_white(address: str, window: Page) -> None:
+    window.emulate_media(color_scheme="dark", media="print")
+    window.goto(f"{address}/evaluations")
+    assert window.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert window.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    # Colors of the light page: what is grey on dark would hardly be seen on paper.
+    assert window.evaluate("getComputedStyle(document.querySelector('.small')).color") == "rgb(76, 85, 99)"
+    assert not window.locator("header").is_visible()
 
 
 def test_a_cell_leads_to_its_replies_and_tokens_are_read_with_keys(address: str, output: Path, window: Page) -> None:
@@ -267,30 +294,40 @@ def test_curves_have_axes_values_and_choices_in_the_address(output: Path, window
             process.wait()
 
 
-REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart"))
+REAL = Path(os.environ.get("XRAY_PICTURED_RUN", ROOT / "runs" / "quickstart")).resolve()
 """A finished quickstart, of which the pictures in docs/images are made."""
 
 
 @pytest.mark.skipif(not (REAL / "report.html").is_file(), reason=f"no run in {REAL}: make demo makes it")
 def test_a_real_run_and_its_report_fit_a_phone(window: Page) -> None:
     store = open_lineage_store(REAL, None)
-    policy = find("ppo-2", store).sha256[:12]
-    run = next(iter(reversed(view(REAL).runs)))
+    policy, log = find("ppo-2", store).sha256[:12], view(REAL)
+    run, model = next(iter(reversed(log.runs))), next(name for name, _ in log.decided if name)
     process, address = started(REAL)
-    tokens = f"/rollouts/{policy}/tokens?iteration=13&row=3&by=kl"
-    pages = {"front": f"{address}/", "run": f"{address}/runs/{run}", "tokens": f"{address}{tokens}"}
-    pages |= {"rewards": f"{address}/rollouts/{policy}", "evaluations": f"{address}/evaluations"}
-    pages |= {"report": (REAL / "report.html").as_uri()}
+    rollouts = f"{address}/rollouts/{policy}"
+    pages = {
+        "front": f"{address}/",
+        "run": f"{address}/runs/{run}",
+        "rollouts": rollouts,
+        "tokens": f"{rollouts}/tokens?iteration=13&row=3&by=kl",
+        "extremes": f"{rollouts}/extremes?iteration=13&by=advantage",
+        "lineage": f"{address}/lineage",
+        "checkpoint": f"{address}/checkpoints/{policy}",
+        "evaluations": f"{address}/evaluations",
+        "models": f"{address}/promote",
+        "promote": f"{address}/promote/{model}",
+        "report": (REAL / "report.html").as_uri(),
+    }
     try:
-        for width in (390, 1400):
+        for scheme, width in SCREENS:
+            window.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             window.set_viewport_size({"width": width, "height": 900})
             for name, page in pages.items():
                 window.goto(page)
                 window.wait_for_load_state("networkidle")
                 wide = window.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
                 assert wide <= 0, (name, width, wide)
-                if width == 1400 and name in REAL_PICTURED:
-                    picture(window, name)
+                picture(window, name)
         window.close()
     finally:
         process.kill()
@@ -336,7 +373,7 @@ def test_pages_behind_forms_fit_and_pass_axe(address: str, window: Page, axe: st
     require_readable(window, axe)
     window.goto(f"{address}/withdrawals")
     window.get_by_label("Name of the person").fill("ann")
-    window.get_by_role("button", name="List what descends").click()
+    window.get_by_role("button", name="List what was made").click()
     window.get_by_role("heading", name="Withdraw ann?").wait_for()
     require_readable(window, axe)
 
@@ -378,7 +415,6 @@ def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(
         window.get_by_role("link", name=NAME).first.click()
         window.get_by_label("Your reason").first.focus()
         window.keyboard.type("its answers are better")
-        picture(window, "promote")
         window.get_by_role("button", name="Make it champion").click()
         window.get_by_text("champion: version").wait_for()
         clicks = int(window.evaluate("sessionStorage.clicks"))

@@ -18,8 +18,8 @@ app = typer.Typer(
 FIRST = """X-ray: the whole life of an RLHF model as one auditable workflow.
 
   xray run configs/quickstart.yaml      train, evaluate and register a model; the same command resumes it
-  xray studio --output DIR              what came of it, as pages: curves, rollouts, evaluations, lineage
-  xray plan CONFIG                      where models go and what memory they need, before a run
+  xray studio --output DIR              show the result as pages: curves, rollouts, evaluations, lineage
+  xray plan CONFIG                      say before a run where models go and what memory they need
   xray promote --output DIR             make the candidate the champion, if every gate passes
   xray serve --output DIR               serve the champion, OpenAI-compatible
 

@@ -39,6 +39,12 @@ def alerts(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [(s["name"], text) for s in stages for text in s["findings"] if text not in s.get("notes", ())]
 
 
+def failure(content: Mapping[str, Any]) -> str | None:
+    """Why a run failed, as its record says; None if it does not say."""
+    found = content.get("failure")
+    return found if isinstance(found, str) else None
+
+
 def notes(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """(stage, finding) of what was left out, which is no fault."""
     return [(s["name"], text) for s in stages for text in s["findings"] if text in s.get("notes", ())]

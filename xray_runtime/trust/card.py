@@ -21,7 +21,7 @@ RESULTS = {
     "kl": "KL to the model before, nats a reply",
     "length_after": "length, tokens",
 }
-"""Fields of an evaluation that the card shows."""
+"""Fields of an evaluation that the card shows. Audits compare pages of registered models with these words."""
 
 
 def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation: dict[str, Any] | None) -> str:

@@ -119,6 +119,8 @@ def test_a_run_in_mlflow_says_what_came_out_and_leads_to_its_model(tmp_path: Pat
     empty = run_description(content | {"evaluation": None, "registered": None, "stages": []}, None, tmp_path)
     assert "Model" not in empty
     assert "Data" not in empty
+    failed = run_description(content | {"status": "failed", "failure": "reward: no memory"}, None, tmp_path)
+    assert failed.splitlines()[0] == "**demo**, seed 3: failed: reward: no memory"
 
 
 def test_headlines_name_metrics_that_exist() -> None:

@@ -396,7 +396,7 @@ def test_recorded_answers_are_judged_into_the_signed_store(output: Path) -> None
 def test_a_person_promotes_what_they_saw(output: Path) -> None:
     client, path = studio(output), f"/promote/{NAME}"
     page = client.get(path).text
-    assert "not promoted" in page
+    assert "cannot be promoted yet" in page
     assert "win rate by gold" in page
     # There is no champion before the present one.
     assert "Roll back" not in page
@@ -418,7 +418,7 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert post(client, path, seen=seen[1], by="ada", note="good", answer="promote").status_code == 303
     assert aliases(output) == {"candidate": "1", "champion": "1"}
     assert "by ada: good" in client.get("/promote").text
-    assert "No stage that both have was made otherwise" in client.get(path).text
+    assert "No stage differs between the two" in client.get(path).text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
 
@@ -488,5 +488,5 @@ def test_the_front_page_says_whether_it_got_better_and_who_is_waited_for(output:
     for text in ("+0.100 → +0.300", "difference +0.200, 95% +0.150 to +0.250", "60.0%", "95% 40.0 to 80.0%"):
         assert text in front
     assert f'<a href="/promote/{NAME}">{NAME} version 1: promote it, or decline</a>' in waiting
-    assert "3 pairs of replies to compare" in waiting
+    assert "3 comparisons to judge" in waiting
     assert "2 recorded answers to judge" in waiting

@@ -26,7 +26,7 @@ def command(
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw what you approved with this key.")] = False,
     tracking_uri: Tracking = None,
 ) -> None:
-    """Approve a candidate, where `promotion.approvals` asks for several people, or withdraw that.
+    """Approve a candidate, where `promotion.approvals` asks for several people, or withdraw an approval.
 
     Exit codes: 0 done, 2 bad input.
     """

@@ -13,7 +13,7 @@ PANEL = "Servers"
 
 
 def command(home: Where = None) -> None:
-    """Stop exactly what `xray up` started; runs at work are suspended, and the next `xray up` resumes them.
+    """Stop exactly what `xray up` started; runs in progress are suspended, and the next `xray up` resumes them.
 
     Exit codes: 0 done, 2 bad input.
     """

@@ -23,7 +23,7 @@ def command(
     host: Annotated[
         str, typer.Option(help="Address to listen on; other than loopback needs a key in XRAY_API_KEY.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8100,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8100,
     tensor_parallel: Annotated[int, typer.Option(min=1, max=64, help="Number of devices that share the model.")] = 1,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A field of `runtime`; repeatable.")

@@ -35,7 +35,7 @@ def command(
     public_key: PublicKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute a stage from its inputs, of PPO up to an iteration, and compare every byte.
+    """Recompute a stage from its inputs (PPO: up to an iteration) and compare every byte.
 
     Rollouts are compared with the ledger, weights with the digests in it, and at the end of the stage every file with
     the checkpoint's. A bundle's iteration is recomputed alone, and each of its parts compared. Exit codes: 0 the same,

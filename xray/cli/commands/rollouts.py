@@ -26,7 +26,7 @@ def command(
     output: Output = None,
     iteration: Annotated[list[int] | None, typer.Option(min=0, help="Only this iteration; repeatable.")] = None,
     source: Annotated[
-        str | None, typer.Option(help="Only rows this reward source applies to; bounds and --failed then concern it.")
+        str | None, typer.Option(help="Only rows this reward source applies to; bounds and --failed then refer to it.")
     ] = None,
     min_reward: Annotated[float | None, typer.Option(help="Lowest reward, as scored.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Highest reward, as scored.")] = None,

@@ -55,7 +55,7 @@ def command(
     host: Annotated[
         str, typer.Option(help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1024, help="Number of engines that share the requests.")] = 1,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, max=64, help="Number of devices that each engine is split across.")

@@ -25,7 +25,7 @@ API_KEY, FEEDBACK_KEY = "XRAY_API_KEY", "XRAY_FEEDBACK_KEY"
 def command(
     output: Root,
     host: Annotated[str, typer.Option(help="Address to listen on; other than loopback demands a login.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8100,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8100,
     serve: Annotated[
         str | None, typer.Option(help=f"Address of `xray serve`, to chat with its model; its key comes from {API_KEY}.")
     ] = None,

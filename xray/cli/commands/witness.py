@@ -52,7 +52,7 @@ def serve(
         list[Path] | None, typer.Option(metavar="KEY.pub", help="Key of a log to cosign, remembered; repeatable.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8200,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8200,
 ) -> None:
     """Cosign the logs of others: https://c2sp.org/tlog-witness.
 
@@ -76,7 +76,7 @@ def authority(
     certificate: Annotated[Path, typer.Option(metavar="ROOT.pem", help="Its root certificate.")],
     by: By = None,
 ) -> None:
-    """Have an authority say when: it stamps the log now, and after each decision.
+    """Have a time-stamping authority stamp the log, now and after each decision.
 
     Exit codes: 0 done, 2 bad input.
     """

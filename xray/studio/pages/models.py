@@ -42,10 +42,13 @@ PAGES = Pages(
 def lineage(request: Request) -> Response:
     """Every checkpoint, each with the state of the last audit."""
     studio = studio_of(request)
-    graph = studio.store().graph
-    order = [sha for sha in graph.ancestors(sorted(graph.nodes)) if sha in graph.nodes]
+    graph, log = studio.store().graph, view(studio.output)
+    # In the order in which they were published; what came from elsewhere is last.
+    numbers = {entry.checkpoint: number for number, entry in enumerate(log.published.values())}
+    starts = sorted(graph.nodes, key=lambda sha: (numbers.get(sha, len(numbers)), sha))
+    order = [sha for sha in graph.ancestors(starts) if sha in graph.nodes]
     aliases: dict[str, list[str]] = {}
-    for (name, alias), decision in view(studio.output).decided.items():
+    for (name, alias), decision in log.decided.items():
         aliases.setdefault(decision.checkpoint, []).append(f"{name}@{alias}")
     listed = [
         {"node": graph.nodes[sha], "state": _state(studio, graph.nodes[sha]), "aliases": aliases.get(sha, [])}

@@ -17,6 +17,7 @@ from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.comparisons import SESSION, SESSIONS
 from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.report.rendering import counted
 from xray_runtime.live.feedback.judgements import KEYS, left_model
 from xray_runtime.live.feedback.publication import publish
 from xray_runtime.live.feedback.recorded_review import keep_feedback, recorded_questions, signals_of
@@ -58,9 +59,9 @@ def _recorded(studio: Studio, judge: str) -> int | None:
 
 def waiting_reviews(studio: Studio, judge: str) -> list[tuple[str, str]]:
     """(address, text) of what this judge has not judged."""
-    counts = [(f"/review/{s.name}", n, "pairs of replies to compare") for s, n in _open(studio, judge)]
-    counts.append(("/review/recorded", _recorded(studio, judge) or 0, "recorded answers to judge"))
-    return [(address, f"{number} {text}") for address, number, text in counts if number]
+    counts = [(f"/review/{s.name}", n, "comparison") for s, n in _open(studio, judge)]
+    counts.append(("/review/recorded", _recorded(studio, judge) or 0, "recorded answer"))
+    return [(address, f"{counted(number, what)} to judge") for address, number, what in counts if number]
 
 
 @router.post("/review")

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages.models import waiting_candidates
 from xray.studio.pages.review import judge_of, waiting_reviews
-from xray.studio.run_facts import alerts, curves, main_curve, notes, numbers, progress, result_cards, timeline
+from xray.studio.run_facts import alerts, curves, failure, main_curve, notes, numbers, progress, result_cards, timeline
 from xray.studio.studio import DAMAGED, Link, Pages, page, studio_of
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.log import read_run, view
@@ -84,6 +84,7 @@ def _listed(request: Request) -> dict[str, Any]:
     for run in found[:MAX_RUNS]:
         at_work = working(output, run)
         run["cards"], run["alerts"] = result_cards(run["content"]), alerts(run["stages"])
+        run["failure"] = failure(run["content"])
         run["at_work"] = [progress(path) for path in at_work]
         run["curve"] = main_curve(output, run["stages"], at_work)
     return {"runs": found[:MAX_RUNS], "older": len(found) - MAX_RUNS, "live": any(r["at_work"] for r in found[:1])}
@@ -124,6 +125,7 @@ def _run_page(request: Request, run_id: str, template: str) -> Response:
     at_work, listed = working(output, run), run["stages"]
     values: dict[str, Any] = {
         "cards": result_cards(run["content"]),
+        "failure": failure(run["content"]),
         "alerts": alerts(listed),
         "notes": notes(listed),
         "timeline": timeline(listed),

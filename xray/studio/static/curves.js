@@ -26,20 +26,26 @@ if (curves) {
       return mean / weight;
     });
   };
-  const shown = (value) => (value == null ? "–" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : +value.toPrecision(4) + "");
+  const shown = (value) => (value == null ? "–" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? (+value.toPrecision(3)).toExponential() : +value.toPrecision(4) + "");
+  // Steps are counted: there is none between two.
+  const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+  // A line that does not move has some room around it.
+  const around = (low, high) => (low == null || (!low && !high) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
 
-  const lines = (stage, names) => {
-    const found = names.map((name, number) => ({ label: own.stages.length && names.length > 1 ? stage.names[name] : "value", color: color(number), data: stage.series[name] }));
+  const lines = (stage, title, names) => {
+    // The title has the unit already.
+    const unit = title.match(/\((.+)\)$/)?.[1], named = (name) => stage.names[name].replace(`, ${unit}`, "");
+    const found = names.map((name, number) => ({ label: names.length > 1 ? named(name) : "value", color: color(number), data: stage.series[name] }));
     const other = beside?.stages.find((one) => one.stage === stage.stage);
     names.forEach((name, number) => {
-      if (other?.series[name]) found.push({ label: `${names.length > 1 ? stage.names[name] + ", " : ""}${beside.run}`, color: color(number + (names.length > 1 ? 0 : 1)), dash: [6, 4], data: other.series[name] });
+      if (other?.series[name]) found.push({ label: `${names.length > 1 ? named(name) + ", " : ""}${beside.run}`, color: color(number + (names.length > 1 ? 0 : 1)), dash: [6, 4], data: other.series[name] });
     });
     return found;
   };
 
   const draw = (box, stage, title, names) => {
     const factor = Number(controls.elements.smooth.value), series = [{ label: "step" }], data = [];
-    const found = lines(stage, names);
+    const found = lines(stage, title, names);
     // Rollouts may have no value at a step that another line has: such steps are joined over.
     const steps = [...new Set(found.flatMap((line) => line.data[0]))].sort((a, b) => a - b);
     const place = new Map(steps.map((step, number) => [step, number]));
@@ -56,8 +62,8 @@ if (curves) {
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") }, font: "12px system-ui" };
     const options = {
       width: Math.max(box.clientWidth - 2, 200), height: HEIGHT, series,
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-      axes: [{ ...axis }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick))) }],
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (_, low, high) => around(low, high) } },
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick))) }],
       cursor: { sync: { key: stage.stage }, drag: { x: true, y: false } }, legend: { live: true },
     };
     const plot = new uPlot(options, [steps, ...data], box);

@@ -31,7 +31,7 @@ def cards(e: Mapping[str, Any]) -> list[Card]:
         )
     if e["win_rate"] is not None:
         low, high = (100 * bound for bound in e["win_rate_ci95"])
-        title = f"win rate over the model before (by {e['judge']})"
+        title = f"win rate over the baseline (by {e['judge']})"
         note = f"95% {low:.1f} to {high:.1f}%, {e['samples']} held-out prompts"
         verdict = "good" if low > 50 else "bad" if high < 50 else ""
         found.append(Card(title, f"{100 * e['win_rate']:.1f}%", note, verdict))
@@ -41,10 +41,10 @@ def cards(e: Mapping[str, Any]) -> list[Card]:
         found.append(Card("reward (trained against, does not judge)", change, unit))
     if e["win_rate"] is None:
         why = "no judge: every source was trained against, or there is none"
-        found.append(Card("win rate over the model before", "–", why))
+        found.append(Card("win rate over the baseline", "–", why))
     lengths = f"length {e['length_before']:.1f} → {e['length_after']:.1f} tokens"
     variety = f"different word pairs {e['distinct_2_before']:.2f} → {e['distinct_2_after']:.2f}"
-    found.append(Card("KL to the model before", f"{e['kl']:.2f}", f"nats a reply · {lengths} · {variety}"))
+    found.append(Card("KL to the baseline", f"{e['kl']:.2f}", f"nats a reply · {lengths} · {variety}"))
     return found
 
 

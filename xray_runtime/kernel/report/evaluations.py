@@ -165,9 +165,15 @@ class DrawnResult:
 
 
 def measures(table: SideBySide) -> list[DrawnResult]:
-    """The columns of the table, to be drawn with their intervals; numbers that are not finite are left out."""
+    """The columns of the table, to be drawn with their intervals; numbers that are not finite are left out.
+
+    Those that compare two models come first. A number from before stands beside the same from after.
+    """
     found = []
+    pairs = {after: before for before in table.columns if (after := _after(before)) in table.columns}
     for place, name in enumerate(table.columns):
+        if name in pairs.values():
+            continue
         cells = [(policy, n) for policy, numbers in table.rows if (n := numbers[place]) and isfinite(n.value)]
         spans = [(n.value if n.low is None else n.low, n.value if n.high is None else n.high) for _, n in cells]
         neutral = NEUTRAL.get(re.split(r" by |, ", name)[0])
@@ -179,9 +185,21 @@ def measures(table: SideBySide) -> list[DrawnResult]:
         def at(value: float, low: float = low, span: float = span) -> float:
             return round(3 + 94 * (value - low) / span, 2) if isfinite(value) else 3.0
 
-        rows = [(p, str(n), at(n.value), at(a), at(b)) for (p, n), (a, b) in zip(cells, spans, strict=True)]
-        found.append(DrawnResult(title(name), name, at(neutral) if neutral is not None else None, rows))
-    return found
+        first: dict[str, Number | None] = {}
+        if name in pairs:
+            first = {policy: numbers[table.columns.index(pairs[name])] for policy, numbers in table.rows}
+        texts = [f"{first[p]} → {n}" if first.get(p) is not None else str(n) for p, n in cells]
+        drawn = [(at(n.value), at(a), at(b)) for (_, n), (a, b) in zip(cells, spans, strict=True)]
+        rows = [(p, text, *places) for (p, _), text, places in zip(cells, texts, drawn, strict=True)]
+        heading = title(pairs[name]).replace(" before", " before → after", 1) if name in pairs else title(name)
+        found.append(DrawnResult(heading, name, at(neutral) if neutral is not None else None, rows))
+    return sorted(found, key=lambda result: result.neutral is None)
+
+
+def _after(name: str) -> str | None:
+    """The column of the same number from after: `gold_after, evaluate` for `gold_before, evaluate`."""
+    match = re.fullmatch(r"(\w+)_before((?: by |, ).*)?", name, re.DOTALL)
+    return f"{match[1]}_after{match[2] or ''}" if match else None
 
 
 def as_json(table: SideBySide) -> dict[str, Any]:

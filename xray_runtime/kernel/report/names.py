@@ -16,7 +16,7 @@ NAMES = {
     "score_before": "score before",
     "score_after": "score after",
     "score_delta": "change of the score",
-    "kl": "KL to the model before, nats a reply",
+    "kl": "KL to the baseline, nats a reply",
     "distinct_2_before": "variety before, share of different word pairs",
     "distinct_2_after": "variety after, share of different word pairs",
     "length_before": "reply length before, tokens",

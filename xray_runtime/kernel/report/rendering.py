@@ -38,6 +38,7 @@ def _environment(folders: tuple[Path, ...]) -> Environment:
     )
     environment.filters |= {"code": _code, "number": _number, "plain": _plain, "named": title}
     environment.filters |= {"amount": _amount, "duration": duration, "groups": _groups}
+    environment.filters |= {"counted": counted, "moment": _moment}
     return environment
 
 
@@ -67,6 +68,16 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(number: int, name: str) -> str:
+    """A number of things as people say it: `1 rollout`, `1,024 rollouts`."""
+    return f"{number:,} {name}" + ("s" if number != 1 else "")
+
+
+def _moment(at: str) -> str:
+    """A time of the log (ISO 8601, UTC), to the minute."""
+    return f"{at[:16].replace('T', ' ')} UTC" if at else "at an unknown time"
 
 
 def _code(text: str) -> str:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
 from xray_runtime.kernel.graph.kind import Note, Series
+from xray_runtime.kernel.report.rendering import counted
 
 SAME = 1e-9
 """Rewards with a smaller deviation count as equal."""
@@ -25,8 +26,8 @@ WHY = {
     "empty": "empty",
     "too_long": "longer than max_chars",
     "too_short": "shorter than min_chars",
-    "heldout_prompt_seen_in_training": "held out, to prompts that are trained on",
-    "validation_prompt_seen_in_training": "for validation, to prompts that are trained on or held out",
+    "heldout_prompt_seen_in_training": "held-out ones with prompts that are trained on",
+    "validation_prompt_seen_in_training": "validation ones with prompts that are trained on or held out",
     "same_or_empty": "with two equal or empty replies",
     "unmatched_transcripts": "whose transcripts begin differently or end without a reply",
     "prompt_held_out": "to prompts that are held out for evaluation",
@@ -92,12 +93,14 @@ def sft_findings(series: Series) -> list[str]:
     prompts, replies = (counts.get(f"dropped_{which}_too_long", 0) for which in ("prompt", "reply"))
     if not prompts + replies:
         return []
-    text = (
-        f"dropped {prompts + replies:,} of {counts['pairs'] + prompts + replies:,} replies: {prompts:,} behind more "
-        f"than {counts['max_prompt_tokens']:,} tokens (data.max_prompt_tokens), {replies:,} of more than "
-        f"{counts['max_response_tokens']:,} (sft.max_response_tokens); {LISTED}"
-    )
-    return [Note(text)]
+    reasons = []
+    if prompts:
+        limit = f"{counts['max_prompt_tokens']:,} tokens (data.max_prompt_tokens)"
+        reasons.append(f"{prompts:,} to prompts of more than {limit}")
+    if replies:
+        reasons.append(f"{replies:,} of more than {counts['max_response_tokens']:,} tokens (sft.max_response_tokens)")
+    total = prompts + replies
+    return [Note(f"dropped {total:,} of {counts['pairs'] + total:,} replies: {', '.join(reasons)}; {LISTED}")]
 
 
 def pairs_findings(series: Series) -> list[str]:
@@ -115,7 +118,7 @@ def prompt_findings(series: Series) -> list[str]:
     if not counts.get("too_long"):
         return []
     text = (
-        f"left out {counts['too_long']:,} rows with prompts of more than {counts['max_tokens']:,} tokens "
+        f"left out {counted(counts['too_long'], 'row')} with prompts of more than {counts['max_tokens']:,} tokens "
         f"(data.max_prompt_tokens); {counts['different']:,} distinct prompts remain"
     )
     return [Note(text)]

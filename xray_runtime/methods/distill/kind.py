@@ -44,7 +44,7 @@ DISTILL = register(
             ("reward", ["reward/mean"]),
             ("validation score", ["validation/score"]),
             ("entropy (nats a token)", ["policy/entropy"]),
-            ("generator/trainer mismatch (nats)", ["rollout/mismatch", "rollout/mismatch_max"]),
+            ("generator/trainer mismatch (nats a token)", ["rollout/mismatch", "rollout/mismatch_max"]),
             ("reply length (tokens)", ["rollout/length"]),
             ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
         ],

@@ -47,7 +47,7 @@ def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
         Measured("e-2", "b" * 64, "1", {"win_rate by gold": Number(0.6, 0.5, 0.7), "kl": Number(float("nan"))}),
     ]
     rate, kl = measures(side_by_side(found, {"a" * 64: "ppo-1", "b" * 64: "ppo-2"}))
-    assert (rate.title, kl.title) == ("win rate by gold", "KL to the model before, nats a reply")
+    assert (rate.title, kl.title) == ("win rate by gold", "KL to the baseline, nats a reply")
     # From 0.5 at 3% to 0.9 at 97%: 23.5 points are 0.1.
     assert rate.neutral == 3.0
     assert rate.rows == [
@@ -55,6 +55,19 @@ def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
         ("ppo-2", "0.6 (0.5 to 0.7)", 26.5, 3.0, 50.0),
     ]
     assert (kl.neutral, kl.rows) == (None, [("ppo-1", "2", 3.0, 3.0, 3.0)])
+
+
+def test_what_was_before_stands_beside_what_is_after() -> None:
+    numbers = {"distinct_2_before": Number(0.9), "distinct_2_after": Number(0.75), "gold_before": Number(0.25)}
+    numbers |= {"gold_after": Number(0.5), "win_rate by x_before": Number(0.8, 0.7, 0.9), "lost_before": Number(3.0)}
+    [rate, variety, gold, lost] = measures(side_by_side([Measured("e", "a" * 64, "1", numbers)], {"a" * 64: "ppo"}))
+    assert rate.title == "win rate by x_before"
+    assert (variety.title, variety.rows[0][1]) == (
+        "variety before → after, share of different word pairs",
+        "0.9 → 0.75",
+    )
+    assert (gold.title, gold.rows[0][:2]) == ("gold score before → after", ("ppo", "0.25 → 0.5"))
+    assert lost.rows[0][1] == "3"
 
 
 def test_tags_have_columns_of_their_own(tmp_path: Path) -> None:

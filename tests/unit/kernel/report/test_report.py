@@ -300,13 +300,13 @@ def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
     text = Page(html).text
     assert "gold score" not in text
     assert "None" not in text
-    assert "win rate over the model before (by judges.0)" in text
+    assert "win rate over the baseline (by judges.0)" in text
 
 
 def test_results_without_a_judge_are_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
-    assert "KL to the model before" in text
+    assert "KL to the baseline" in text
     assert "no judge: every source was trained against" in text
     assert not any(word in text for word in ("trained against, does not judge", "gold score", "None"))
     write_report(tmp_path / "bare.html", lifecycle() | {"evaluation": None, "registered": None}, [], [], "")

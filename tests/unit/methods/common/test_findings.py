@@ -110,8 +110,13 @@ def test_too_long_rows_are_reported() -> None:
     limits = {"max_prompt_tokens": 1024.0, "max_response_tokens": 512.0}
     counts = {"pairs": 9700.0, "dropped_prompt_too_long": 240.0, "dropped_reply_too_long": 60.0}
     assert sft_findings(series("sft", **limits, **counts)) == [
-        "dropped 300 of 10,000 replies: 240 behind more than 1,024 tokens (data.max_prompt_tokens), 60 of more than "
-        "512 (sft.max_response_tokens); listed in dropped.jsonl of the checkpoint"
+        "dropped 300 of 10,000 replies: 240 to prompts of more than 1,024 tokens (data.max_prompt_tokens), 60 of "
+        "more than 512 tokens (sft.max_response_tokens); listed in dropped.jsonl of the checkpoint"
+    ]
+    only = series("sft", **limits, pairs=9.0, dropped_prompt_too_long=0.0, dropped_reply_too_long=1.0)
+    assert sft_findings(only) == [
+        "dropped 1 of 10 replies: 1 of more than 512 tokens (sft.max_response_tokens); listed in dropped.jsonl of the "
+        "checkpoint"
     ]
     assert not sft_findings(
         series("sft", pairs=10.0, **limits, dropped_prompt_too_long=0.0, dropped_reply_too_long=0.0)
