@@ -17,7 +17,7 @@ from tests.component.generator_process import ServerProcess
 from xray.deployments.service import free_port
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.engines.generators.vllm.sampler import environment
-from xray_runtime.rewards.journal import Journal, restore_answers
+from xray_runtime.rewards.journal import Journal, publish_answers, restore_answers
 
 MAX_LENGTH = 64
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,8 @@ def test_what_it_says_is_what_the_model_says(
         assert list(apart) == pytest.approx([0.0, 0.0], abs=1e-6)
     replayed = tmp_path / "replayed"
     replayed.mkdir()
-    restore_answers(tmp_path / "server" / "out", Journal(replayed))
+    publish_answers(Journal(kept), tmp_path / "server" / "out")  # as a task does after its stage
+    assert restore_answers(tmp_path / "server" / "out", Journal(replayed)) == {"teacher"}
     gone = asked | {"server": where | {"url": "http://127.0.0.1:9"}}
     attempt(tiny_model, None, tmp_path / "again", kept=replayed, **given, **gone)
     for name in (WEIGHTS, "ledger/000001.parquet"):
