@@ -9,6 +9,9 @@ import torch
 import transformers
 
 from xray_runtime.data.batch import ReplyBatch, TextBatch
+from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.engines.sampling import EngineRank
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
@@ -25,9 +28,13 @@ def learned(model: Path, lora: LoRAConfig, seed: int) -> Adapters:
 
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
-
-
 VOCABULARY = 280
+LORA = LoRAConfig(rank=3, alpha=6.0, rslora=True, target_modules=["q_proj", "o_proj", "gate_proj", "up_proj"])
+
+
+def engine_of(directory: Path, lora: LoRAConfig | None, engine: str = "vllm") -> Generation:
+    runtime = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
+    return Generation(directory, 32, GeneratorConfig(engine=engine), runtime, EngineRank("cpu"), lora)
 
 
 def text(num_rows: int = 9, seed: int = 0) -> TextBatch:

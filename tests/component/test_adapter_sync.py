@@ -12,24 +12,20 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import learned
+from tests.component.models import LORA, engine_of, learned
 from tests.message_texts import Messages
 from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.generation import Generation
-from xray_runtime.engines.layouts import GeneratorConfig
-from xray_runtime.engines.sampling import EngineRank, Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.sync.object_store import WeightUpdate, pack
 from xray_runtime.engines.sync.shared_memory import SharedWriter
-from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import ADAPTER
 from xray_runtime.models.adapter_files import write_adapter
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import copy_model
-from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.weight_files import overwrite
 
-LORA = LoRAConfig(rank=3, alpha=6.0, rslora=True, target_modules=["q_proj", "o_proj", "gate_proj", "up_proj"])
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 PROMPTS, SEEDS = [[5, 9, 12, 40, 41, 42, 43, 44], [7, 8], [30, 31, 32, 33]] * 4, list(range(12))
 
@@ -40,11 +36,6 @@ def tensors(adapters: Adapters) -> dict[str, torch.Tensor]:
 
 def replies(engine: Generation, version: int) -> ReplyBatch:
     return engine.generate(PROMPTS, SEEDS, SAMPLING, version)
-
-
-def engine_of(directory: Path, lora: LoRAConfig | None, engine: str = "vllm") -> Generation:
-    runtime = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=0.25)
-    return Generation(directory, 32, GeneratorConfig(engine=engine), runtime, EngineRank("cpu"), lora)
 
 
 @ray.remote(num_cpus=0, max_calls=1)

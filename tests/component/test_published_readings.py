@@ -10,8 +10,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import mixture
-from tests.component.test_adapter_sync import LORA, engine_of
+from tests.component.models import LORA, engine_of, mixture
 from tests.message_texts import Messages
 from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.models.causal_lm import copy_model, load_model

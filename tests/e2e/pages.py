@@ -1,16 +1,21 @@
-"""Prefect's and MLflow's pages in a real browser, worked by what a person reads on them."""
+"""Pages of the studio, Prefect and MLflow in a real browser, worked by what a person reads on them."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from playwright.sync_api import Browser, Locator, Page, Playwright
 
+from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.operator import LONG
+from xray.deployments.service import free_port
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -27,6 +32,10 @@ PICTURES = "XRAY_SCREENSHOTS"
 """Where pictures of the pages go, such as docs/images; without it none are made."""
 # MLflow's assistant opens itself over the first page somebody sees.
 SEEN = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
+
+CLICKS = """addEventListener("click", event => {
+    if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
+"""Counts a person's clicks, over all pages of a visit."""
 
 
 def find_chromium() -> str | None:
@@ -143,3 +152,21 @@ class Pages:
     def picture(self, name: str, page: Page | None = None) -> None:
         if PICTURES in os.environ:
             (page or self.window).screenshot(path=Path(os.environ[PICTURES]) / f"{name}.png")
+
+
+def started(output: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """The command and its address, once it answers."""
+    port = free_port()
+    command = [str(XRAY), "studio", "--output", str(output), "--port", str(port), "--by", "ada", *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    address = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        try:
+            httpx.get(f"{address}/static/icon.svg")
+            return process, address
+        except httpx.TransportError:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+    raise AssertionError("the studio did not start")

@@ -12,8 +12,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from tests.e2e.conftest import MEASURED, xray
-from tests.e2e.pages import CHROMIUM, STEP, find_chromium, open_browser
-from tests.e2e.test_studio import CLICKS, started
+from tests.e2e.pages import CHROMIUM, CLICKS, STEP, find_chromium, open_browser, started
 
 THINGS = ("soup", "film", "beach", "hotel", "book", "train", "garden", "song", "coffee", "game")
 GOOD, BAD = ("great", "lovely", "wonderful", "nice"), ("awful", "horrible", "bad", "sad")

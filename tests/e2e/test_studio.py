@@ -23,12 +23,11 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.e2e.chat_server import Answers
-from tests.e2e.conftest import MEASURED, ROOT, XRAY, environment
-from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
+from tests.e2e.conftest import MEASURED, ROOT
+from tests.e2e.pages import CHROMIUM, CLICKS, PICTURES, STEP, find_chromium, open_browser, started
 from tests.unit.studio.world import compared, recorded, run_at_work, with_rollouts
 from tests.unit.trust.promoting import aliases
 from tests.unit.trust.synthetic import NAME, Lifecycle
-from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
 from xray.studio.studio import Studio
 from xray.tasks.output_directory import saved_config
@@ -52,8 +51,6 @@ PICTURED = {"prompts", "review", "question", "diff", "withdrawals", "chat"}
 """Pages of which docs/images has pictures from a synthetic lifecycle; of all others it has the quickstart's."""
 COLORS = 96
 MAX_CLICKS = 7
-CLICKS = """addEventListener("click", event => {
-    if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
 LONG_TASKS = """() => { window.longest = 0; new PerformanceObserver(list => { for (const entry of list.getEntries())
     window.longest = Math.max(window.longest, entry.duration); }).observe({ type: "longtask" }); }"""
 PARTS = {
@@ -80,24 +77,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compared(output)
     recorded(output)
     return output
-
-
-def started(output: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """The command and its address, once it answers."""
-    port = free_port()
-    command = [str(XRAY), "studio", "--output", str(output), "--port", str(port), "--by", "ada", *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    address = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        try:
-            httpx.get(f"{address}/static/icon.svg")
-            return process, address
-        except httpx.TransportError:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.1)
-    raise AssertionError("the studio did not start")
 
 
 @pytest.fixture(scope="module")
