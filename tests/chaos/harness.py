@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from xray_runtime.kernel.cores import load
+
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft", "preferences", "reward", "ppo-1", "ppo-2", "evaluate")
 """Stages that hold models, in order."""
@@ -272,8 +274,8 @@ def _move_to_large_disk(output: Path) -> None:
 
 
 def none_left(mark: str, seconds: float = LEFT_SECONDS) -> None:
-    """Raise RuntimeError if a process with `mark` is left after `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Raise RuntimeError if a process with `mark` is left after `seconds`, or longer on a busy machine."""
+    deadline = time.monotonic() + seconds * load()
     while left := [p for p in psutil.process_iter() if _environment(p).get(MARK) == mark]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"left behind: {[' '.join(_command(p)) for p in left]}")
