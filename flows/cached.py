@@ -13,8 +13,8 @@ from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_option
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import StoredStage, show_cached, stored_stages
 from xray_runtime.kernel.credentials import tracking_address
-from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT, last_entry, read_run
-from xray_runtime.kernel.evidence.view import RunEnded
+from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT, last_entries, read_run
+from xray_runtime.kernel.evidence.view import Left, RunEnded
 from xray_runtime.kernel.graph.graph import recording
 from xray_runtime.kernel.history.evidence import evidence, read_logged
 from xray_runtime.kernel.store.checkpoints import Store
@@ -68,7 +68,8 @@ def _last_run(config: LifecycleConfig, output: Path, stored: dict[str, StoredSta
     """The content of lifecycle.json of the run in which the log ends, if it had this config and these checkpoints and
     its records are here; its stages are marked as cached."""
     state, path = evidence().trusted_view(output), output / LIFECYCLE
-    last = last_entry(output, state)
+    # Commands that only wrote files changed nothing.
+    last = next((entry for entry in last_entries(output, state) if not isinstance(entry, Left)), None)
     records = (path, output / REPORT, output / "mlflow.db")
     # In another store nobody here knows what an alias points to by now.
     if tracking_address() is not None or not isinstance(last, RunEnded) or not all(map(Path.is_file, records)):

@@ -173,16 +173,17 @@ def read_lines(output: Path) -> Iterator[Line]:
     return read_signed_lines(output / LOG, LogRecord)
 
 
-def last_entry(output: Path, state: LogView) -> SignedEntry | None:
-    """The entry in which `state` ends; None for one of more than `LAST_BYTES`, and if the log ends elsewhere by now."""
+def last_entries(output: Path, state: LogView) -> Iterator[SignedEntry]:
+    """The entries in which `state` ends, the newest first, as far as `LAST_BYTES` hold them; none if the log ends
+    elsewhere by now."""
     with contextlib.suppress(OSError, ValueError), open_bounded(output / LOG, MAX_BYTES) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
-        [text] = file.read().splitlines(keepends=True)[-1:]
-        if hashlib.sha256(text).hexdigest() == state.head.sha256:
-            entry = parse_line(state.head.entries, text, LogRecord).entry
+        for number, text in zip(range(state.head.entries, 0, -1), reversed(file.read().splitlines(True)), strict=False):
+            if hashlib.sha256(text).hexdigest() != state.heads[number - 1]:
+                return
+            entry = parse_line(number, text, LogRecord).entry
             assert isinstance(entry, SignedEntry)
-            return entry
-    return None
+            yield entry
 
 
 def read_object(path: Path) -> dict[str, Any]:
