@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from xray_runtime.kernel import processes
 from xray_runtime.kernel.processes import TAG, kill_tagged, tagged, without_collection
 
@@ -135,7 +136,8 @@ def begun(run: subprocess.Popen[str]) -> tuple[str, list[int], psutil.Process]:
     tag, pids = said(run), [int(pid) for pid in said(run).split()]
     [reaper] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.kernel.processes" in p.cmdline()]
     assert all(map(alive, pids))
-    assert {p.pid for p in tagged(tag)} == set(pids)
+    # A program that is just being started has no environment yet.
+    wait_until(lambda: {p.pid for p in tagged(tag)} == set(pids), seconds=20)
     return tag, pids, reaper
 
 
