@@ -1,4 +1,6 @@
-"""Processor time of commands that only read: `python -m benchmarks.commands`.
+"""Processor time of commands that compute nothing.
+
+    python -m benchmarks.commands [OUTPUT]     OUTPUT: of an `xray run configs/tiny.yaml` that ended, to run it again
 
 The first call of each is not counted: it writes byte code, and remembers the syntax of files.
 """
@@ -29,7 +31,8 @@ def main() -> None:
     print(machine())
     rows = []
     with tempfile.TemporaryDirectory() as output:
-        for command in COMMANDS:
+        again = [f"run configs/tiny.yaml --output {path}" for path in sys.argv[1:2]]
+        for command in (*COMMANDS, *again):
             line = command.split() + (["--output", f"{output}/none"] if "--explain" in command else [])
             seconds(line)
             rows.append((f"`xray {command}`".replace(" `", "`"), spread([seconds(line) for _ in range(CALLS)], "s", 2)))

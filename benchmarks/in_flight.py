@@ -7,9 +7,8 @@ replies, these end at random, so that their lengths differ by more than 20 times
 until they have taken what they would take on devices of their own: 20 ms a token of the longest reply, 0.5 s an
 optimizer step, so that a rollout takes about as long as an update. `quickstart` is the first PPO stage of
 configs/quickstart.yaml with its base and a function as reward, at a learning rate so small that replies keep their
-lengths in every mode, and nothing sleeps. Every call of the generator and of
-the trainer writes its begin and end; idle is the share of the time, from the second iteration on, in which a process
-had none.
+lengths in every mode, and nothing sleeps. Every call of the generator and of the trainer writes its begin and end; idle
+is the share of the time, from the second iteration on, in which a process had none.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def greedy_by_transformers(model: ServedModel) -> tuple[str, list[int]]:
 def test_a_model_and_its_adapters_are_served_with_their_own_tokens_and_names(cluster: None, model: ServedModel) -> None:
     """One story, since each start takes half a minute."""
     root, adapters, policies = model.directory.parent, [], []
-    # Of other ranks, and in other layers.
+    # The two adapters differ in their rank and in the layers they change.
     for seed, rank, layers in ((1, 3, ("o_proj", "q_proj")), (2, 9, ("q_proj", "up_proj", "v_proj"))):
         lora = LoRAConfig(rank=rank, target_modules=list(layers))
         policy, tensors = root / f"policy-{seed}", learned(model.directory, lora, seed)

@@ -1,8 +1,8 @@
 """A checkpoint as it was written, read by plain transformers and compared with the model that was trained, before it is
 signed: every tensor by its digest, and the log-probabilities of a few tokens.
 
-What the trainer computed of these tokens is published beside the files (`TRIED`): a generator that reads them later
-compares itself with it before it samples (`check_reader`).
+The trainer's log-probabilities of these tokens are published beside the files (`TRIED`). A generator that reads the
+files later computes its own, and compares the two before it samples (`check_reader`).
 
 Files of float32 are mapped, so reading them takes no memory of its own. Where transformers puts experts together, it
 takes as much as the model, and so log-probabilities are compared only where that is free (`fits`).

@@ -72,8 +72,9 @@ def approve(output: Path, *, name: str, checkpoint: str, key: Path, by: str, not
         raise ConfigError(f"--withdraw: this key has not approved {checkpoint[:12]} as champion of {name!r}")
     # This counts from now on, even if the clock was set back.
     at = now if last is None else max(now, last.at + timedelta(microseconds=1))
-    fields: Any = {"name": name, "checkpoint": checkpoint, "head": str(log.head)}
-    approval = Approval(**fields, by=by, note=note, at=at, withdrawn=withdrawn)
+    approval = Approval(
+        name=name, checkpoint=checkpoint, head=str(log.head), by=by, note=note, at=at, withdrawn=withdrawn
+    )
     envelope = sign(_Record.of(approval, {name: checkpoint}), read_bounded(key)).decode()
     action: Any = "approve-end" if withdrawn else "approve"
     entry = ApprovalGiven(action=action, name=name, checkpoint=checkpoint, key=public.decode(), envelope=envelope)

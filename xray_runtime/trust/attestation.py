@@ -34,6 +34,7 @@ from xray_runtime.kernel.evidence.statement import (
     read_statement,
     verified_statement,
 )
+from xray_runtime.kernel.evidence.view import Published
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.kernel.graph.kinds import find_kind
@@ -136,9 +137,15 @@ def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: st
     logged = trusted_view(output).published.get(f"{manifest.stage}-{manifest.key[:12]}")
     if logged is not None and logged.checkpoint != sha256:
         return f"the signed log says that {logged.checkpoint[:12]} was published, and it is {sha256[:12]}"
-    if logged is not None and logged.statement not in (None, file_sha256(directory / ATTESTATION / STATEMENT)):
+    if logged is not None and not has_logged_statement(logged, directory):
         return "the signed log names another statement of it"
     return None
+
+
+def has_logged_statement(logged: Published, directory: Path) -> bool:
+    """Whether the statement beside a checkpoint is the one that its entry in the log names, if that names one: the
+    log of an exported bundle is written before its statements."""
+    return logged.statement in (None, file_sha256(directory / ATTESTATION / STATEMENT))
 
 
 def _statement(

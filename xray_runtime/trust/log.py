@@ -279,7 +279,7 @@ def append_line(
     with contextlib.suppress(FileNotFoundError), _opened(path, "rb", os.O_RDONLY) as file:
         end, last = _whole_end(file)
     previous = hashlib.sha256(last).hexdigest() if last else START
-    # Where this fails nothing was written, not even an empty file.
+    # Sign before the file is created: if signing fails, nothing is left behind.
     line = sign_line(output, record, entry, files, private=private, previous=previous)
     with _opened(path, "r+b", os.O_RDWR | os.O_CREAT) as file:
         # Overwrite a line that a power cut left half written.

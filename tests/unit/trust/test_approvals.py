@@ -112,7 +112,7 @@ def test_an_approval_counts_in_its_own_directory_only(candidate: Path, keys: dic
     sha256 = resolve("ppo-2", candidate, None)[1].sha256
     for output, person in ((other, "bo"), (copy, "cy")):
         approve(output, name=NAME, checkpoint=sha256, key=keys[person], by=person, note="read its evaluation")
-        # Whoever holds this directory's key logs it here.
+        # The holder of this directory's key adds it to this log.
         append(candidate, view(output).state(LogApprovals).given[-1])
     found = [line.rpartition(": ")[2] for line in broken(candidate) if line.startswith("approval-invalid ")]
     assert set(found) == {"it was given for another log"}

@@ -196,7 +196,7 @@ class Snapshots:
             sync(self.directory)
         except OSError as error:
             if error.errno is None:
-                # An SSH agent did not sign, which it says itself.
+                # Not the file system's error: the signing key's, whose message says so.
                 raise
             raise OSError(
                 error.errno, f"{self.directory}: the snapshot after step {step} cannot be written ({error.strerror})"

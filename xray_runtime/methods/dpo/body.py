@@ -24,7 +24,6 @@ from xray_runtime.methods.common.preference_objectives import DPOObjective, Pair
 from xray_runtime.methods.common.training.dataset import (
     check_longest,
     fitting_prompts,
-    list_dropped,
     preference_tokens,
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
@@ -52,8 +51,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     """Writes the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version."""
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, stage.inputs.policy.path)
-    list_dropped(out, train, heldout)
+    train, heldout = preference_tokens(stage, dataset, tokenizer, out, recorder, stage.inputs.policy.path)
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
     prompts = fitting_prompts(dataset, train) if validation is not None else ()
     wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"

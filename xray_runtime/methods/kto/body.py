@@ -35,7 +35,6 @@ from xray_runtime.methods.common.preference_objectives import Desirability, KTOO
 from xray_runtime.methods.common.training.dataset import (
     check_longest,
     fitting_prompts,
-    list_dropped,
     preference_tokens,
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
@@ -156,8 +155,7 @@ def _data(
     counts: dict[str, float] = {}
     parts: dict[str, Replies] = {}
     if inputs.preferences is not None:
-        train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, recorder, inputs.policy.path)
-        list_dropped(out, train, heldout)
+        train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, out, recorder, inputs.policy.path)
         model = trained_model(stage, inputs.policy.path, KTOObjective(stage.config))
         check_longest(stage, model, train.longest(), train.id)
         sources.append(both_sides(train))

@@ -20,7 +20,7 @@ from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
 from xray_runtime.data.replies import both_sides
 from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.training.dataset import check_longest, list_dropped, preference_tokens
+from xray_runtime.methods.common.training.dataset import check_longest, preference_tokens
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop
 from xray_runtime.methods.common.training.steps import TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
@@ -39,8 +39,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     config = stage.config
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
-    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, start, "answers")
-    list_dropped(out, train, heldout)
+    train, heldout = preference_tokens(stage, dataset, tokenizer, out, recorder, start, "answers")
     # All chosen replies, then all rejected ones.
     numbers = np.arange(2 * len(heldout)).reshape(-1, 2).T.flatten()
     heldout_rows = both_sides(heldout).take(numbers)

@@ -15,6 +15,7 @@ from xray_runtime.models.config import PretrainedBase
 from xray_runtime.models.family import family_of
 from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.ops.planner.layout import Layout
+from xray_runtime.ops.planner.plan import most_that_fits
 from xray_runtime.ops.planner.splits import DEGREES
 from xray_runtime.ops.planner.workload import PlannedRole, Workload, training_options
 
@@ -42,8 +43,13 @@ def too_long(spec: ModelSpec, tokens: int, machine: Callable[[], Machine]) -> st
     need = _Need(spec, shape, found)
     if need.fits(engine, tokens) or not need.fits(engine, 1):
         return None
-    most = _most(tokens, lambda fewer: need.fits(engine, fewer))
-    others = _remedies(spec, shape, found, lambda change: need.fits(_changed(engine, change), tokens))
+    most = most_that_fits(tokens, lambda fewer: need.fits(engine, fewer))
+
+    def holds(change: Mapping[str, Any]) -> bool:
+        other = _changed(engine, change)
+        return other is not None and need.fits(other, tokens)
+
+    others = _remedies(spec, engine, shape, found, holds)
     remedy = f"set {others}, or " if others else ""
     return (
         f"has {tokens:,} tokens, and a Workhorse holds rows of at most {most:,} in "
@@ -64,10 +70,8 @@ class _Need:
             return machine.memory_bytes
         return machine.memory_bytes * machine.node_size // min(engine.num_workhorses, machine.node_size)
 
-    def fits(self, engine: EngineConfig | None, tokens: int) -> bool:
-        """Whether a rank under `engine` holds a row of so many tokens; None is no engine."""
-        if engine is None:
-            return False
+    def fits(self, engine: EngineConfig, tokens: int) -> bool:
+        """Whether a rank under `engine` holds a row of so many tokens."""
         spec, training = self._spec, self._spec.training
         assert training is not None
         width, options = training_options(training.lora, engine, self._machine.device)
@@ -102,18 +106,23 @@ class _Need:
         return workload.memory(role, layout).total <= self.capacity(engine)
 
 
-def _remedies(spec: ModelSpec, shape: ModelShape, machine: Machine, fits: Callable[[Mapping[str, Any]], bool]) -> str:
-    """The fields of the engine with which `fits`, in words: one alone, or both together."""
-    engine = spec.training.engine if spec.training is not None else EngineConfig()
+def _remedies(
+    spec: ModelSpec,
+    engine: EngineConfig,
+    shape: ModelShape,
+    machine: Machine,
+    holds: Callable[[Mapping[str, Any]], bool],
+) -> str:
+    """The changes of `engine` that hold the row, in words: one alone, or both together."""
     again: dict[str, Any] = {"activation_checkpointing": True}
     shared: list[dict[str, Any]] = []
     if spec.trainable_layers is None and family_of(shape.family).packs:
         most = machine.num_devices // engine.data_parallel
         degrees = (d for d in DEGREES if engine.sequence_parallel < d <= most and shape.num_heads % d == 0)
         shared = [{"sequence_parallel": d, "num_workhorses": engine.data_parallel * d} for d in degrees]
-    found = [next(filter(fits, kind), None) for kind in ([again], shared)]
+    found = [next(filter(holds, kind), None) for kind in ([again], shared)]
     if not any(found):
-        found = [next(filter(fits, (each | again for each in shared)), None)]
+        found = [next(filter(holds, (each | again for each in shared)), None)]
     return " or ".join(" with ".join(f"{k}: {json.dumps(v)}" for k, v in change.items()) for change in found if change)
 
 
@@ -123,12 +132,3 @@ def _changed(engine: EngineConfig, change: Mapping[str, Any]) -> EngineConfig | 
         return type(engine).model_validate(engine.model_dump() | dict(change))
     except ValueError:
         return None
-
-
-def _most(tokens: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `tokens` that fits; 1 does."""
-    low, high = 1, tokens
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

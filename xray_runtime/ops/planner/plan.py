@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -189,7 +189,12 @@ def most_row_tokens(plan: Plan) -> int:
         other = replace(workload, sequence_tokens=tokens, response_tokens=reply)
         return plan_of(other, plan.machine, plan.placement, plan.layouts).fits
 
-    return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
+    return most_that_fits(MOST_TOKENS, fits)
+
+
+def most_that_fits(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, if all below it do; 0: none does."""
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:

@@ -114,10 +114,10 @@ def pairs(directory: Path, train: list[int], heldout: list[int]) -> Path:
 def test_pairs_beyond_the_context_are_left_out_and_counted(tmp_path: Path, tiny_tokenizer: Any) -> None:
     data, recorder = pairs(tmp_path / "data", [2, 90, 3, 90, 4], [90, 2]), Notes()
     small: Any = model(tmp_path / "m", max_position_embeddings=60)
-    train, heldout = preference_tokens(stage(), data, tiny_tokenizer, recorder, small)  # type: ignore[arg-type]
+    train, heldout = preference_tokens(stage(), data, tiny_tokenizer, tmp_path, recorder, small)  # type: ignore[arg-type]
     assert (train.rows.tolist(), heldout.rows.tolist()) == ([0, 2, 4], [1])
     assert recorder.values == {"lengths/too_long": 3.0, "lengths/max_tokens": 60.0}
-    whole, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
+    whole, _ = preference_tokens(stage(), data, tiny_tokenizer, tmp_path, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
     for place, row in enumerate([0, 2, 4]):
         one, other = train.take([place]), whole.take([row])
         assert [getattr(one, name).values.tolist() for name in ("input_ids", "rejected_ids")] == [
@@ -132,10 +132,9 @@ def test_pairs_beyond_the_context_are_left_out_and_counted(tmp_path: Path, tiny_
 
 def test_what_was_left_out_is_listed_with_its_tokens(tmp_path: Path, tiny_tokenizer: Any) -> None:
     data, small = pairs(tmp_path / "data", [2, 90, 3], [2, 80]), model(tmp_path / "m", max_position_embeddings=60)
-    train, heldout = preference_tokens(stage(), data, tiny_tokenizer, Notes(), small)  # type: ignore[arg-type]
-    list_dropped(tmp_path, train, heldout)
+    train, _ = preference_tokens(stage(), data, tiny_tokenizer, tmp_path, Notes(), small)  # type: ignore[arg-type]
     listed = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
-    whole, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
+    whole, _ = preference_tokens(stage(), data, tiny_tokenizer, tmp_path, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
     assert listed[0] == {"reason": "longer_than_context", "id": "p1", "tokens": len(whole.take([1]).input_ids.values)}
     assert [(row["id"], row["tokens"] > 60) for row in listed] == [("p1", True), ("p1", True)]
     list_dropped(tmp_path / "data", train)
@@ -147,7 +146,7 @@ def test_what_was_left_out_is_listed_with_its_tokens(tmp_path: Path, tiny_tokeni
 def test_the_row_that_no_workhorse_holds_is_named(tmp_path: Path, tiny_tokenizer: Any, message_texts: Messages) -> None:
     """The longest of those that are left, with its place in the dataset."""
     data, small = pairs(tmp_path / "data", [2, 90, 20, 3], [2]), model(tmp_path / "m", max_position_embeddings=60)
-    train, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), small)  # type: ignore[arg-type]
+    train, _ = preference_tokens(stage(), data, tiny_tokenizer, tmp_path, Notes(), small)  # type: ignore[arg-type]
     asked: list[int] = []
     one: Any = SimpleNamespace(name="dpo", too_long=lambda spec, tokens: asked.append(tokens) or "is too long: do this")
     pair = train.take([1])
@@ -163,7 +162,7 @@ def test_the_row_that_no_workhorse_holds_is_named(tmp_path: Path, tiny_tokenizer
 def test_a_side_without_a_pair_that_fits_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
     data, small = pairs(tmp_path / "data", [2], [90]), model(tmp_path / "m", max_position_embeddings=60)
     with pytest.raises(ValueError, match=r"^dpo: no held-out pair fits the model's context of 60 tokens$"):
-        preference_tokens(stage(), data, tiny_tokenizer, Notes(), small)  # type: ignore[arg-type]
+        preference_tokens(stage(), data, tiny_tokenizer, tmp_path, Notes(), small)  # type: ignore[arg-type]
 
 
 def test_verdicts_beyond_the_context_are_left_out(tiny_tokenizer: Any) -> None:

@@ -99,9 +99,16 @@ def list_dropped(out: Path, *sides: Tokens) -> None:
 
 
 def preference_tokens(
-    stage: Stage[Any, Any], dataset: Path, tokenizer: Tokenizer, recorder: Recorder, model: Path, read: Read = "replies"
+    stage: Stage[Any, Any],
+    dataset: Path,
+    tokenizer: Tokenizer,
+    out: Path,
+    recorder: Recorder,
+    model: Path,
+    read: Read = "replies",
 ) -> tuple[Tokens, Tokens]:
-    """The tokens of the pairs to train on, and of the held-out ones, as far as both sides fit the context of `model`.
+    """The tokens of the pairs to train on, and of the held-out ones, as far as both sides fit the context of `model`;
+    the others are listed in `out`.
 
     Raises:
         ValueError: no pair of one side fits.
@@ -117,6 +124,7 @@ def preference_tokens(
     for tokens, count, side in zip((train, heldout), dropped, ("training", "held-out"), strict=True):
         if count and not len(tokens):
             raise ValueError(f"{stage.name}: no {side} pair fits the model's context of {context} tokens")
+    list_dropped(out, train, heldout)
     return train, heldout
 
 

@@ -21,7 +21,7 @@ from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, STATEMENT
-from xray_runtime.trust.attestation import EVALUATED_CARD, RECORD_FILES, foreign_in_record
+from xray_runtime.trust.attestation import EVALUATED_CARD, RECORD_FILES, foreign_in_record, has_logged_statement
 from xray_runtime.trust.card import CHECKPOINT_LINE
 from xray_runtime.trust.model_signature import check_model_signature, signed_files
 from xray_runtime.trust.provenance import ROOT
@@ -128,7 +128,7 @@ def _attestation(store: LineageStore, log: LogView, node: Node, verifier: Verifi
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
     logged = log.published.get(directory.name)
-    if logged is not None and logged.statement not in (None, file_sha256(record / STATEMENT)):
+    if logged is not None and not has_logged_statement(logged, directory):
         yield Finding(node.name, "statement-contradicts", f"{LOG} names another statement of it")
     differing = statement.contradicts(node.manifest, node.sha256)
     if differing:
