@@ -6,10 +6,10 @@ and shares its memory. The servers form a tree, whose branches start when the fi
 
     first server → each Ray and job, with Ray → torch and transformers → each kind of libraries
 
-Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import.
-The run of a command has one Ray. A script may have several in turn, and so its servers import Ray last, once for each
-kind of libraries, which takes more memory, and keep the libraries for the next Ray. Ray starts `fork_client.py` in
-place of Python. Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
+Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import. A
+process has one Ray as a rule; for later ones the servers import Ray last, once for each kind of libraries, which takes
+more memory, and keep the libraries for the next Ray. Ray starts `fork_client.py` in place of Python. Android's zygote
+and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
 
 A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
 It ends with the process that started it.
@@ -51,7 +51,6 @@ OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
 RAY, TORCH = "ray", "torch"
 """Steps of a request's path: `ray-RAYLET-JOB`, and torch with transformers. The others are named by their libraries."""
-RAY_FIRST = "--ray-first"
 WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
@@ -61,9 +60,9 @@ OOM_SCORE = "1000"
 
 
 class ForkServer:
-    """The first server, and the command that starts a worker through it. `ray_first`: there is one Ray."""
+    """The first server, and the command that starts a worker through it."""
 
-    def __init__(self, *, ray_first: bool) -> None:
+    def __init__(self) -> None:
         directory = tempfile.mkdtemp(prefix="xray-fork-")
         self.address = f"{directory}/socket"
         self.command = f"{directory}/python"
@@ -73,7 +72,7 @@ class ForkServer:
         # The servers end when their input is closed. No other process holds the pipe, so they end however this one
         # ends.
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address, *[RAY_FIRST] * ray_first],
+            [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address],
             env=KEEP_MEMORY | os.environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -88,16 +87,13 @@ class ForkServer:
 _servers: list[ForkServer] = []
 
 
-def fork_server(*, one_ray: bool = False) -> ForkServer | None:
-    """This process's server, which serves each Ray that the process starts; `one_ray`: there is only one.
-
-    None on other systems than Linux, and on a machine with a GPU, where imports take little of the time that a model
-    takes to start.
-    """
+def fork_server() -> ForkServer | None:
+    """This process's server, which serves each Ray that the process starts. None on other systems than Linux, and on a
+    machine with a GPU, where imports take little of the time that a model takes to start."""
     if sys.platform != "linux" or has_driver():
         return None
     if not _servers or not _servers[-1].is_alive():
-        _servers.append(ForkServer(ray_first=one_ray))
+        _servers.append(ForkServer())
     return _servers[-1]
 
 
@@ -112,11 +108,14 @@ class WorkerRequest:
     output: list[int]
     """Its standard streams."""
 
-    def path(self) -> tuple[str, ...]:
-        """The servers that it passes through after the first."""
-        ray = "-".join([RAY, *(self.environment[name] for name in OF_A_RAY)])
+    @property
+    def ray(self) -> str:
+        return "-".join([RAY, *(self.environment[name] for name in OF_A_RAY)])
+
+    def path(self, first_ray: str) -> tuple[str, ...]:
+        """The servers that it passes through after the first, whose first request was of `first_ray`."""
         libraries = (TORCH, self.libraries) if self.libraries else ()
-        return (ray, *libraries) if RAY_FIRST in sys.argv else (*libraries, ray)
+        return (self.ray, *libraries) if self.ray == first_ray else (*libraries, self.ray)
 
     def close(self) -> None:
         for stream in self.output:
@@ -150,11 +149,12 @@ def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
                 return listener.accept()[0]
 
 
-def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> WorkerRequest:
+def serve(listener: socket.socket, address: str, path: tuple[str, ...] = (), first_ray: str = "") -> WorkerRequest:
     """Fork on request; returns only in the forked workers, each with its request.
 
     Args:
         path: the steps of `WorkerRequest.path` that this server has imported.
+        first_ray: `WorkerRequest.ray` of the first server's first request.
     """
     # Garbage collections would write to memory shared with the forks. No process waits for ended workers.
     gc.freeze()
@@ -164,7 +164,9 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
     while True:
         with accept(listener, raylet) as connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             request = receive(connection)
-            if request.path() == path:
+            first_ray = first_ray or request.ray
+            wanted = request.path(first_ray)
+            if wanted == path:
                 if os.fork() == 0:
                     listener.close()
                     return request
@@ -172,7 +174,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
                 connection.sendall(fork_client.STARTED)
                 continue
             request.close()
-            longer = request.path()[: len(path) + 1]
+            longer = wanted[: len(path) + 1]
             elsewhere = "-".join([address, *longer])
             if elsewhere not in started:
                 # It listens before it imports: clients block until the imports finish.
@@ -183,7 +185,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
                     connection.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     import_step(longer[-1], request)
-                    return serve(other, address, longer)
+                    return serve(other, address, longer, first_ray)
                 other.close()
             connection.sendall(elsewhere.encode())
 

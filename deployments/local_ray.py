@@ -131,12 +131,11 @@ def _ray_token() -> str:
 
 
 @contextlib.contextmanager
-def running_ray(num_cpus: int | None = None, *, only: bool = False) -> Iterator[None]:
+def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Connect this process to the Ray of RAY_ADDRESS, or to a private one.
 
     Args:
         num_cpus: of the private one; all that this process may use if not given.
-        only: this process starts no other.
 
     Raises:
         NotUpError: the private one did not start.
@@ -146,7 +145,7 @@ def running_ray(num_cpus: int | None = None, *, only: bool = False) -> Iterator[
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_ray())
         # Its processes must inherit the environment of the private Ray.
-        forks = fork_server(one_ray=only) if not os.environ.get("RAY_ADDRESS") else None
+        forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
         stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
         try:
             _connect(num_cpus or usable_cores(), forks)

@@ -92,10 +92,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
     Raises:
         NotUpError: the Prefect server did not start.
     """
-    with (
-        _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True, only=True) as server,
-        health.watching(server),
-    ):
+    with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server, health.watching(server):
         yield
 
 
@@ -136,9 +133,8 @@ def prefect_server(output: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(output: Path, *, prefect: bool, ray: bool, only: bool = False) -> Iterator[Service | None]:
-    """Start a Prefect server (yielded) and a Ray (`only`: of this process) at the same time, and stop them at the
-    end."""
+def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | None]:
+    """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_prefect(output)) if prefect else None
         threads = stack.enter_context(ThreadPoolExecutor())
@@ -147,7 +143,7 @@ def _started(output: Path, *, prefect: bool, ray: bool, only: bool = False) -> I
         if server is not None:
             starting.append(threads.submit(server.start))
         if ray:
-            stack.enter_context(running_ray(only=only))
+            stack.enter_context(running_ray())
             _start_stage_process()
         for each in starting:
             each.result()
