@@ -308,7 +308,9 @@ def _reply(completion: Any, num_top: int) -> Reply:
 
 def _return_cache(worker: Any) -> None:
     for cache in worker.model_runner.kv_caches:
-        return_pages(cache.data_ptr(), cache.nbytes)
+        # The caches of layers may be views of one tensor.
+        memory = cache.untyped_storage()
+        return_pages(memory.data_ptr(), memory.nbytes())
 
 
 def _close_session(worker: Any) -> None:
