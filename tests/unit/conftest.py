@@ -14,6 +14,7 @@ import torch
 from sqlalchemy import Engine, event
 from torch import Tensor
 
+from xray_runtime.kernel.store import module_graph
 from xray_runtime.kernel.store.seal import Seal, process_seal
 from xray_runtime.models.config import FreshBase
 
@@ -44,6 +45,14 @@ def _no_waiting_for_disks() -> Iterator[None]:
         patch.setattr(os, "fsync", lambda file: None)
         yield
     event.remove(Engine, "connect", connected)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_files_in_the_users_memory() -> Iterator[None]:
+    """Each digest of a file that a test made would write what this user's other processes know of all their files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_graph, "keep_syntax", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")
