@@ -115,7 +115,20 @@ def test_every_case_is_expected() -> None:
     assert [case.title for case in CASES] == list(EXPECTED)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+SHORT = {
+    ".jsonl file",
+    "data set on a hub, its commit moved",
+    "directory of a base model",
+    "comment or docstring in it",
+}
+SHORT |= {"module that it imports", "gold function"}
+"""A case of each kind: a file, a hub, a directory, words, and code below a function and in another stage."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.title, marks=[] if case.title in SHORT else pytest.mark.long) for case in CASES],
+)
 def test_one_byte_runs_what_is_downstream_again_and_nothing_else_does(case: Any, tmp_path: Path) -> None:
     row = measure(case, tmp_path)
     assert row.changed == EXPECTED[case.title]
