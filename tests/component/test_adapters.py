@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from collections.abc import Callable
@@ -79,13 +80,25 @@ def run(spec: ModelSpec, batches: list[TextBatch], place: Path) -> tuple[LayoutR
 CONFIGS = {"LoRA": LORA, "DoRA": DORA}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def alone(
-    request: pytest.FixtureRequest, tiny_model: Path, batches: list[TextBatch], tmp_path_factory: Any
-) -> tuple[LoRAConfig, LayoutRun, dict[str, torch.Tensor], Ragged]:
-    config, place = CONFIGS[request.param], tmp_path_factory.mktemp("alone")
-    made, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, place)
-    return config, made, adapters, reference
+Alone = tuple[LoRAConfig, LayoutRun, dict[str, torch.Tensor], Ragged]
+
+
+@pytest.fixture(scope="module")
+def learned_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: Any) -> Callable[[str], Alone]:
+    """Kind of adapter → what one process learns, computed once."""
+
+    @functools.cache
+    def learn(kind: str) -> Alone:
+        config = CONFIGS[kind]
+        made, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, tmp_path_factory.mktemp("alone"))
+        return config, made, adapters, reference
+
+    return learn
+
+
+@pytest.fixture(params=CONFIGS)
+def alone(request: pytest.FixtureRequest, learned_alone: Callable[[str], Alone]) -> Alone:
+    return learned_alone(request.param)
 
 
 def test_what_is_published_is_what_peft_merges(alone: Any, tiny_model: Path, tmp_path: Path) -> None:
