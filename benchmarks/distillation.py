@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 """Name → the stage's `distillation`."""
 
 
-class Measured(NamedTuple):
+class Distilled(NamedTuple):
     """A student after a budget."""
 
     tokens: int
@@ -137,14 +137,14 @@ class Student:
         )
         return joined
 
-    def measured(self, heldout: Sequence[list[int]], seed: int) -> Measured:
+    def measured(self, heldout: Sequence[list[int]], seed: int) -> Distilled:
         rollout = sample(self.module.lm, heldout, torch.Generator().manual_seed(seed))
         scores = self.scores(TextBatch.of(heldout, rollout.response_ids))
         apart = scores.logprobs.values - scores.teacher_logprobs.values
-        return Measured(self.tokens, float(right(heldout, rollout).mean()), float(apart.mean()))
+        return Distilled(self.tokens, float(right(heldout, rollout).mean()), float(apart.mean()))
 
 
-def learned(way: str, weights: dict[str, Tensor], teacher: HeadedLM, seed: int) -> list[Measured]:
+def learned(way: str, weights: dict[str, Tensor], teacher: HeadedLM, seed: int) -> list[Distilled]:
     """The student after each budget."""
     student, heldout = Student(weights, teacher, way, seed), problems(HELDOUT, random.Random(9000 + seed))
     found = []
@@ -155,7 +155,7 @@ def learned(way: str, weights: dict[str, Tensor], teacher: HeadedLM, seed: int) 
     return found
 
 
-def row(way: str, runs: Sequence[Measured]) -> tuple[str, ...]:
+def row(way: str, runs: Sequence[Distilled]) -> tuple[str, ...]:
     success, tokens = float(np.mean([run.success for run in runs])), float(np.mean([run.tokens for run in runs]))
     by_seed = ", ".join(f"{run.success:.3f}" for run in runs)
     kl = [run.kl for run in runs]

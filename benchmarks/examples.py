@@ -21,7 +21,7 @@ from benchmarks.machine import line, machine, table
 ROOT = Path(__file__).parents[1]
 
 
-class Example(NamedTuple):
+class ExampleRun(NamedTuple):
     """How a row of the table is found in `lifecycle.json`."""
 
     flow: str
@@ -34,8 +34,8 @@ class Example(NamedTuple):
     """The directory in which the command runs, below the repository's root."""
 
 
-def lesson(name: str, **found: Any) -> tuple[str, Example]:
-    return name, Example(f"examples.lessons.{name}:{name.partition('_')[2]}", **found)
+def lesson(name: str, **found: Any) -> tuple[str, ExampleRun]:
+    return name, ExampleRun(f"examples.lessons.{name}:{name.partition('_')[2]}", **found)
 
 
 EXAMPLES = dict(
@@ -48,20 +48,23 @@ EXAMPLES = dict(
         lesson("06_tools", column="success"),
         lesson("07_plan_for_gpus", evaluated="reward"),
         lesson("08_promote_and_serve", evaluated="gold"),
-        ("two_judges", Example("examples.two_judges:two_judges", evaluated="reward")),
-        ("online_dpo", Example("examples.online_dpo:online_dpo", evaluated="reward")),
-        ("distillation", Example("examples.distillation:distillation", evaluated="reward")),
-        ("guess_number", Example("examples.guess_number:guess_number", column="success")),
-        ("agents/largest_digit", Example("examples.agents.largest_digit:largest_digit", column="success")),
-        ("own_project", Example("flows.short_replies:short_replies", evaluated="gold", folder="examples/own_project")),
-        ("side_by_side", Example("examples.side_by_side:side_by_side", evaluated="reward")),
-        ("squares_vlm", Example("examples.squares_vlm:squares_vlm", evaluated="reward")),
+        ("two_judges", ExampleRun("examples.two_judges:two_judges", evaluated="reward")),
+        ("online_dpo", ExampleRun("examples.online_dpo:online_dpo", evaluated="reward")),
+        ("distillation", ExampleRun("examples.distillation:distillation", evaluated="reward")),
+        ("guess_number", ExampleRun("examples.guess_number:guess_number", column="success")),
+        ("agents/largest_digit", ExampleRun("examples.agents.largest_digit:largest_digit", column="success")),
+        (
+            "own_project",
+            ExampleRun("flows.short_replies:short_replies", evaluated="gold", folder="examples/own_project"),
+        ),
+        ("side_by_side", ExampleRun("examples.side_by_side:side_by_side", evaluated="reward")),
+        ("squares_vlm", ExampleRun("examples.squares_vlm:squares_vlm", evaluated="reward")),
     ]
 )
 STANDALONE = "standalone_loop"
 
 
-def score(example: Example, lifecycle: dict[str, Any]) -> str:
+def score(example: ExampleRun, lifecycle: dict[str, Any]) -> str:
     """Before → after, with the interval of the difference, or of each."""
     if example.evaluated is not None:
         evaluation, name = lifecycle["evaluation"], example.evaluated

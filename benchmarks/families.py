@@ -59,12 +59,12 @@ CONSTANT = 0.2
 """Deviation of elements that a new model has all alike."""
 
 
-class Difference(RuntimeError):
+class TrainingDiffers(RuntimeError):
     """Two sides that should be equal are not."""
 
 
 @dataclass
-class Row:
+class FamilyRow:
     """One family on its way through the cells."""
 
     name: str
@@ -88,7 +88,7 @@ class Row:
         return self.opener(specs)
 
 
-def make_source(row: Row) -> Path:
+def make_source(row: FamilyRow) -> Path:
     """The random model of a row, with a tokenizer, as somebody would publish it."""
     import torch
     import transformers
@@ -113,7 +113,7 @@ def make_source(row: Row) -> Path:
     return source
 
 
-def base(row: Row) -> str:
+def base(row: FamilyRow) -> str:
     """Stage `base`, with vLLM and, where that is refused, with transformers' generator, or without one."""
     source = make_source(row)
     for engine, cell in (("vllm", "files = vLLM"), ("transformers", "GRPO")):
@@ -132,7 +132,7 @@ def base(row: Row) -> str:
     return YES
 
 
-def _base_stage(row: Row, source: Path, generator: GeneratorConfig | None) -> None:
+def _base_stage(row: FamilyRow, source: Path, generator: GeneratorConfig | None) -> None:
     row.base.mkdir()
     config = HubBase(model=str(source), generator=generator)
     stage: Any = SimpleNamespace(name="base", seed=3, config=config, runtime=RUNTIME, open_models=row.opener)
@@ -150,7 +150,7 @@ def texts(seed: int, count: int = 6, prompts: int = 3) -> TextBatch:
     )
 
 
-def sft(row: Row) -> str:
+def sft(row: FamilyRow) -> str:
     """A few steps on the same rows, whose loss must fall; saving compares the files with the model."""
     from xray_runtime.models.objectives import SFTObjective
 
@@ -161,7 +161,7 @@ def sft(row: Row) -> str:
     return YES
 
 
-def grpo(row: Row) -> str:
+def grpo(row: FamilyRow) -> str:
     """Iterations of GRPO; the generator's log-probabilities are the trainer's, before and after each sync."""
     from xray_runtime.methods.ppo.objectives import PPOObjective
 
@@ -190,7 +190,7 @@ def grpo(row: Row) -> str:
     return YES if row.engine == "vllm" else f"{YES} ({row.engine})"
 
 
-def by_transformers(row: Row) -> str:
+def by_transformers(row: FamilyRow) -> str:
     """Plain transformers, with the attention of the model's authors, computes from the files what was trained."""
     import torch
     import transformers
@@ -209,7 +209,7 @@ def by_transformers(row: Row) -> str:
     return YES
 
 
-def by_vllm(row: Row) -> str:
+def by_vllm(row: FamilyRow) -> str:
     """A new engine on the published files samples what their trainer computes."""
     from xray_runtime.models.objectives import ReferenceObjective
 
@@ -224,7 +224,7 @@ def by_vllm(row: Row) -> str:
     return YES
 
 
-def lora(row: Row) -> str:
+def lora(row: FamilyRow) -> str:
     """Steps of adapters; saving compares the merged files with the model."""
     from xray_runtime.models.objectives import SFTObjective
 
@@ -235,7 +235,7 @@ def lora(row: Row) -> str:
     return YES
 
 
-def reward_model(row: Row) -> str:
+def reward_model(row: FamilyRow) -> str:
     """Steps on pairs; saving compares model and head with the files."""
     from xray_runtime.models.reward_objective import RewardObjective
 
@@ -248,7 +248,7 @@ def reward_model(row: Row) -> str:
     return YES
 
 
-def plan(row: Row) -> str:
+def plan(row: FamilyRow) -> str:
     """The planner counts the model's parameters to the last one."""
     from xray_runtime.models.causal_lm import skeleton
 
@@ -256,7 +256,7 @@ def plan(row: Row) -> str:
     lm: Any = skeleton(str(row.base))
     built = sum(parameter.numel() for parameter in lm.parameters())
     if counted != built:
-        raise Difference(f"the planner counts {counted:,} parameters, the model has {built:,}")
+        raise TrainingDiffers(f"the planner counts {counted:,} parameters, the model has {built:,}")
     return YES
 
 
@@ -267,7 +267,7 @@ def _step(model: Any, rows: TextBatch, loss: str, count: Callable[[StepTotals], 
 
 def _check_falls(losses: list[float]) -> None:
     if not losses[-1] < losses[0]:
-        raise Difference(f"the loss does not fall: {losses[0]:.4g}, then {losses[-1]:.4g}")
+        raise TrainingDiffers(f"the loss does not fall: {losses[0]:.4g}, then {losses[-1]:.4g}")
 
 
 def _rollout(generator: Any, version: int) -> tuple[TextBatch, np.ndarray]:
@@ -282,17 +282,17 @@ def _rollout(generator: Any, version: int) -> tuple[TextBatch, np.ndarray]:
 def _check_same(found: Any, expected: Any, who: str) -> None:
     off = float(np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64)).mean())
     if not off <= FLOAT32_MISMATCH:
-        raise Difference(f"{who} differ by {off:.2g} nats a token (at most {FLOAT32_MISMATCH:g})")
+        raise TrainingDiffers(f"{who} differ by {off:.2g} nats a token (at most {FLOAT32_MISMATCH:g})")
 
 
-RUN: dict[str, Callable[[Row], str]] = dict(
+RUN: dict[str, Callable[[FamilyRow], str]] = dict(
     zip(CELLS, (base, sft, grpo, by_transformers, by_vllm, lora, reward_model, plan), strict=True)
 )
 NEEDS = {"GRPO": "SFT", "files = transformers": "GRPO", "files = vLLM": "GRPO"}
 """Cell → the one whose files it reads; all need `base`."""
 
 
-def run_row(row: Row) -> None:
+def run_row(row: FamilyRow) -> None:
     """Fill the cells of a row; a cell whose files were not written has the reason of the cell that should have."""
     for cell, task in RUN.items():
         needed = NEEDS.get(cell, "base")
@@ -309,7 +309,7 @@ def run_row(row: Row) -> None:
             row.results[cell] = line if isinstance(error, ValueError) else f"**{kind}**: {line}"
 
 
-def _plain(line: str, row: Row) -> str:
+def _plain(line: str, row: FamilyRow) -> str:
     """A message without the paths of this run."""
     return line.replace(str(row.directory), "DIR").replace("|", "\\|")
 
@@ -376,7 +376,7 @@ def main() -> None:
                 if is_mixture(name) and not is_mixture(last):
                     models.close()  # vLLM makes a process's groups for experts with its first model
                 start, last = time.monotonic(), name
-                row = Row(name, Path(root) / model_type(name), models)
+                row = FamilyRow(name, Path(root) / model_type(name), models)
                 run_row(row)
                 today = datetime.datetime.now(datetime.UTC).date().isoformat()
                 results = read_results(options.results) | {name: row.results | {"date": today}}

@@ -78,7 +78,7 @@ def keys(graph: Graph, memory: DigestMemory) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class OutsideInput:
     """One kind of outside input."""
 
     title: str
@@ -93,7 +93,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class IdentityRow:
     """What ran again."""
 
     title: str
@@ -144,42 +144,46 @@ def other_version(package: str) -> Callable[[Path], contextlib.AbstractContextMa
 
 
 CASES = [
-    Case(".jsonl file", "source", "chats.jsonl", "", one_byte("chats.jsonl")),
-    Case(".parquet file", "source", "chats.parquet", "", one_byte("chats.parquet")),
-    Case("directory with a data set", "source", "chats", "", one_byte("chats/data/part-1.jsonl")),
-    Case("data set on a hub, its commit moved", "source", None, HUB["source"], moved_commit),
-    Case("version of a package that carries data", "source", None, "chitchat", other_version("chitchat-dataset")),
-    Case("preference pairs, .jsonl", "path", "pairs.jsonl", "", one_byte("pairs.jsonl")),
-    Case("directory of a base model", "model", "model", "", one_byte("model/model.safetensors")),
-    Case("GGUF file", "model", "gguf/model.gguf", "", one_byte("gguf/model.gguf")),
-    Case("tokenizer beside a GGUF file", "model", "gguf/model.gguf", "", one_byte("gguf/tokenizer.json")),
-    Case("model on a hub, its commit moved", "model", None, HUB["model"], moved_commit),
-    Case(
+    OutsideInput(".jsonl file", "source", "chats.jsonl", "", one_byte("chats.jsonl")),
+    OutsideInput(".parquet file", "source", "chats.parquet", "", one_byte("chats.parquet")),
+    OutsideInput("directory with a data set", "source", "chats", "", one_byte("chats/data/part-1.jsonl")),
+    OutsideInput("data set on a hub, its commit moved", "source", None, HUB["source"], moved_commit),
+    OutsideInput(
+        "version of a package that carries data", "source", None, "chitchat", other_version("chitchat-dataset")
+    ),
+    OutsideInput("preference pairs, .jsonl", "path", "pairs.jsonl", "", one_byte("pairs.jsonl")),
+    OutsideInput("directory of a base model", "model", "model", "", one_byte("model/model.safetensors")),
+    OutsideInput("GGUF file", "model", "gguf/model.gguf", "", one_byte("gguf/model.gguf")),
+    OutsideInput("tokenizer beside a GGUF file", "model", "gguf/model.gguf", "", one_byte("gguf/tokenizer.json")),
+    OutsideInput("model on a hub, its commit moved", "model", None, HUB["model"], moved_commit),
+    OutsideInput(
         "reward function",
         "function",
         "code",
         f"{PACKAGE}.rewards:polite",
         one_byte(f"code/{PACKAGE}/rewards.py", b"LIKED in r", b"LIKED>=r"),
     ),
-    Case(
+    OutsideInput(
         "module that it imports",
         "function",
         "code",
         f"{PACKAGE}.rewards:polite",
         one_byte(f"code/{PACKAGE}/words.py", b"please", b"pleasd"),
     ),
-    Case(
+    OutsideInput(
         "comment or docstring in it",
         "function",
         "code",
         f"{PACKAGE}.rewards:polite",
         one_byte(f"code/{PACKAGE}/rewards.py", b"# share", b"# shard"),
     ),
-    Case("gold function", "gold", "code", f"{PACKAGE}.gold:score", one_byte(f"code/{PACKAGE}/gold.py", b"1.0", b"2.0")),
+    OutsideInput(
+        "gold function", "gold", "code", f"{PACKAGE}.gold:score", one_byte(f"code/{PACKAGE}/gold.py", b"1.0", b"2.0")
+    ),
 ]
 
 
-def measure(case: Case, folder: Path) -> Row:
+def measure(case: OutsideInput, folder: Path) -> IdentityRow:
     """What runs again, with inputs made in `folder`."""
     here, there = folder / "here", folder / "elsewhere"
     _make(here)
@@ -199,15 +203,15 @@ def measure(case: Case, folder: Path) -> Row:
         with case.change(here):
             changed = again(here)
         if case.path is None:
-            return Row(case.title, changed, None, None)
+            return IdentityRow(case.title, changed, None, None)
         for path in here.rglob("*"):
             os.utime(path)
         touched = again(here)
         shutil.copytree(here, there)
-        return Row(case.title, changed, touched, again(there))
+        return IdentityRow(case.title, changed, touched, again(there))
 
 
-def measure_all() -> list[Row]:
+def measure_all() -> list[IdentityRow]:
     """The rows of the table."""
     rows = []
     for case in CASES:
@@ -216,7 +220,7 @@ def measure_all() -> list[Row]:
     return rows
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[IdentityRow]) -> str:
     """The page."""
     lines = [
         "# What runs again",
@@ -269,7 +273,7 @@ def _inputs(directory: Path) -> dict[str, str]:
     }
 
 
-def _value(case: Case, directory: Path) -> dict[str, str]:
+def _value(case: OutsideInput, directory: Path) -> dict[str, str]:
     return {case.field: case.value or str(directory / str(case.path))}
 
 

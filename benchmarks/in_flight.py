@@ -129,7 +129,7 @@ class TimedModelSpec(ModelSpec):
 WORKHORSES |= {TimedGeneratorSpec: TimedGenerator, TimedModelSpec: TimedLearner}
 
 
-class Recorder:
+class WaitRecorder:
     """Keeps when each iteration ended, and its metrics."""
 
     def __init__(self, directory: Path) -> None:
@@ -152,7 +152,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Measured:
+class WaitMeasurement:
     per_minute: float
     generator_s: float
     """Seconds an iteration in which the generator had a call."""
@@ -164,7 +164,7 @@ class Measured:
     lag: float
 
 
-def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> Measured:
+def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> WaitMeasurement:
     root.mkdir()
     given = task_of(task)[1] | MODES[mode] | {"iterations": iterations}
     config = PPOConfig(**given, rewards=[reward_term(function="even")])
@@ -187,13 +187,13 @@ def measured(model: Path, root: Path, task: str, mode: str, iterations: int) -> 
             yield models
 
     functions = {"even": lambda prompts, replies: [float(len(reply) % 2) for reply in replies]}
-    recorder, out = Recorder(root), root / "out"
+    recorder, out = WaitRecorder(root), root / "out"
     out.mkdir()
     stage = Stage("ppo", 3, config, PPOInputs(Model(model), Dataset(root)), runtime, timed, functions, root)
     run(stage, out, recorder)  # type: ignore[arg-type]
     first, last = recorder.ends[0], recorder.ends[-1]
     works = {who: busy(events, who, first, last) for who in ("generator", "trainer")}
-    return Measured(
+    return WaitMeasurement(
         60 * (iterations - 1) / (last - first),
         works["generator"] / (iterations - 1),
         works["trainer"] / (iterations - 1),
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="lengths")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = parser.parse_args()
-    about, found = machine(), {name: list[Measured]() for name in options.modes}
+    about, found = machine(), {name: list[WaitMeasurement]() for name in options.modes}
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", task_of(options.task)[0])
         written = model / "generation_config.json"
@@ -247,7 +247,7 @@ def main() -> None:
                 print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
         del pool
     print(f"{about}; {options.iterations} iterations, task {options.task}\n")
-    columns: dict[str, Callable[[Measured], float]] = {
+    columns: dict[str, Callable[[WaitMeasurement], float]] = {
         "iterations a minute": lambda each: each.per_minute,
         "generation, s": lambda each: each.generator_s,
         "training, s": lambda each: each.trainer_s,

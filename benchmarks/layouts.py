@@ -98,7 +98,7 @@ GROUPS = ((BASE, LAYOUTS), (BASE, ADAPTED), (BASE, NORMED), (MIXTURE, MIXTURES),
 
 
 @dataclass(frozen=True)
-class Run:
+class LayoutRun:
     """What one layout did: U updates, of R ranks."""
 
     losses: np.ndarray
@@ -207,19 +207,19 @@ def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO
     return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update=training), new_head=True)
 
 
-def run_layout(spec: ModelSpec, batches: list[TextBatch], num_updates: int, logs: Path) -> Run:
+def run_layout(spec: ModelSpec, batches: list[TextBatch], num_updates: int, logs: Path) -> LayoutRun:
     """`num_updates` PPO updates under the layout of `spec`."""
     return collect(spec, run_ranks(spec, logs, updates, batches, 0, num_updates))
 
 
-def collect(spec: ModelSpec, ranks: list[dict[str, Any]]) -> Run:
+def collect(spec: ModelSpec, ranks: list[dict[str, Any]]) -> LayoutRun:
     """One model's run of its ranks'."""
     assert spec.training is not None
     topology = Topology.of(spec.training.engine)
     weights: dict[str, np.ndarray] = {}
     for rank in ranks:
         weights |= rank["weights"]
-    return Run(
+    return LayoutRun(
         losses=sum(r["losses"] for number, r in enumerate(ranks) if topology.reports(number)),
         norms=ranks[0]["norms"],
         weights=weights,
@@ -228,7 +228,7 @@ def collect(spec: ModelSpec, ranks: list[dict[str, Any]]) -> Run:
     )
 
 
-def differences(run: Run, alone: Run) -> tuple[float, float, float]:
+def differences(run: LayoutRun, alone: LayoutRun) -> tuple[float, float, float]:
     """Largest relative difference from the one-process run: (losses, gradient norms, weights).
 
     Losses relative to the largest loss, a weight tensor's difference (2-norm) to the tensor.
@@ -293,7 +293,7 @@ def table(num_updates: int, only: str = "") -> str:
 def _rows(root: Path, base: FreshBase, layouts: dict[str, dict[str, Any]], num_updates: int, lines: list[str]) -> None:
     model = make_model(root / str(len(lines)), base)
     batches = global_batches(model)
-    alone: Run | None = None
+    alone: LayoutRun | None = None
     for name, layout in layouts.items():
         run = run_layout(spec_of(model, layout), batches, num_updates, root / "logs")
         alone = alone or run

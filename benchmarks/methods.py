@@ -52,7 +52,7 @@ CONTROL = "shuffled"
 
 
 @dataclass
-class Run:
+class MethodRun:
     """One method on one seed."""
 
     before: float
@@ -182,7 +182,7 @@ def config_of(method: str) -> PPOStageConfig:
     return PPOStageConfig.model_validate(given | sizes | {"overlong_buffer": None, "resample_rounds": 0})
 
 
-class Trainer:
+class MethodTrainer:
     """The loop of `methods/ppo/body.py` in one process."""
 
     def __init__(self, method: str, weights: dict[str, Tensor], seed: int) -> None:
@@ -197,7 +197,7 @@ class Trainer:
         self.sampled = play if method in TWO_TURNS else sample
         self.draw, self.random = random.Random(1000 + seed), torch.Generator().manual_seed(seed)
 
-    def iterate(self, run: Run) -> None:
+    def iterate(self, run: MethodRun) -> None:
         """One rollout and its update."""
         drawn = problems(self.config.prompts_per_iteration, self.draw)
         prompts = [prompt for prompt in drawn for _ in range(self.config.samples_per_prompt)]
@@ -244,15 +244,15 @@ class Trainer:
         return clipped / tokens
 
 
-def train(method: str, weights: dict[str, Tensor], seed: int) -> Run:
+def train(method: str, weights: dict[str, Tensor], seed: int) -> MethodRun:
     """Success on held-out problems before and after `ITERATIONS`."""
-    trainer, heldout = Trainer(method, weights, seed), problems(HELDOUT, random.Random(9000 + seed))
+    trainer, heldout = MethodTrainer(method, weights, seed), problems(HELDOUT, random.Random(9000 + seed))
 
     def success() -> float:
         rollout = trainer.sampled(trainer.module.lm, heldout, torch.Generator().manual_seed(seed))
         return float(right(heldout, rollout).mean())
 
-    run, began = Run(success(), 0.0, 0.0), time.perf_counter()
+    run, began = MethodRun(success(), 0.0, 0.0), time.perf_counter()
     for _ in range(ITERATIONS):
         trainer.iterate(run)
     run.seconds, run.after = time.perf_counter() - began, success()
@@ -267,7 +267,7 @@ def wilson(share: float, count: int) -> str:
     return f"{share:.3f} ({center - half:.3f} to {center + half:.3f})"
 
 
-def row(method: str, runs: Sequence[Run]) -> tuple[str, ...]:
+def row(method: str, runs: Sequence[MethodRun]) -> tuple[str, ...]:
     count = HELDOUT * len(runs)
     before, after, minutes, mismatch, dropped = (
         float(np.mean([np.mean(getattr(run, name)) for run in runs]))

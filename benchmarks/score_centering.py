@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import machine
-from benchmarks.methods import HELDOUT, Run, Trainer, of_sft, problems, right, sample
+from benchmarks.methods import HELDOUT, MethodRun, MethodTrainer, of_sft, problems, right, sample
 from xray_runtime.data.batch import Rollout, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.experience import build_experience
@@ -37,7 +37,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Setting:
+class SamplerSetting:
     """How the sampler differs from the policy, and what the loss does about it."""
 
     correction: str
@@ -46,17 +46,17 @@ class Setting:
     lag: int = 0
 
 
-SETTINGS: Mapping[str, Setting] = {
-    "bfloat16": Setting("none"),
-    "noise 0.3, no weights": Setting("none", noise=0.3),
-    "noise 0.3": Setting("truncate", noise=0.3),
-    "lag 4": Setting("truncate", lag=4),
-    "lag 8": Setting("truncate", lag=8),
+SETTINGS: Mapping[str, SamplerSetting] = {
+    "bfloat16": SamplerSetting("none"),
+    "noise 0.3, no weights": SamplerSetting("none", noise=0.3),
+    "noise 0.3": SamplerSetting("truncate", noise=0.3),
+    "lag 4": SamplerSetting("truncate", lag=4),
+    "lag 8": SamplerSetting("truncate", lag=8),
 }
 
 
 @dataclass
-class Curve:
+class CenteringCurve:
     """A number an iteration."""
 
     reward: list[float] = field(default_factory=list)
@@ -67,18 +67,18 @@ class Curve:
     """Share of right replies to held-out problems, by the policy itself after the last iteration."""
 
 
-class Centred(Trainer):
+class Centred(MethodTrainer):
     """The trainer of `benchmarks.methods` with a sampler of `setting`."""
 
-    def __init__(self, setting: Setting, *, centred: bool, weights: dict[str, Tensor], seed: int) -> None:
+    def __init__(self, setting: SamplerSetting, *, centred: bool, weights: dict[str, Tensor], seed: int) -> None:
         super().__init__("grpo", weights, seed)
         given = {"score_centering": centred, "top_logprobs": NUM_TOP, "importance_correction": setting.correction}
         self.config = self.config.model_copy(update=given)
         self.setting, self.functions = setting, Functions.of(self.config)
-        self.objective, self.curve = PPOObjective(self.config), Curve()
+        self.objective, self.curve = PPOObjective(self.config), CenteringCurve()
         self._samplers: list[Any] = []
 
-    def iterate(self, run: Run) -> None:
+    def iterate(self, run: MethodRun) -> None:
         self._samplers = [*self._samplers, copy.deepcopy(self.module.lm)][-1 - self.setting.lag :]
         sampler = copy.deepcopy(self._samplers[0])
         for weight in sampler.parameters():
@@ -112,17 +112,19 @@ def likeliest(sampler: Any, text: TextBatch, rollout: Rollout) -> dict[str, Ragg
     }
 
 
-def run(setting: Setting, *, centred: bool, weights: dict[str, Tensor], seed: int, iterations: int) -> Curve:
+def run(
+    setting: SamplerSetting, *, centred: bool, weights: dict[str, Tensor], seed: int, iterations: int
+) -> CenteringCurve:
     trainer = Centred(setting, centred=centred, weights=weights, seed=seed)
     for _ in range(iterations):
-        trainer.iterate(Run(0.0, 0.0, 0.0))
+        trainer.iterate(MethodRun(0.0, 0.0, 0.0))
     heldout = problems(HELDOUT, random.Random(9000 + seed))
     replies = sample(trainer.module.lm, heldout, torch.Generator().manual_seed(seed))
     trainer.curve.heldout = float(right(heldout, replies).mean())
     return trainer.curve
 
 
-Curves = dict[tuple[str, bool], list[Curve]]
+Curves = dict[tuple[str, bool], list[CenteringCurve]]
 """Setting and whether it is centred → a curve a seed."""
 
 

@@ -44,7 +44,7 @@ STAGE = "compare"
 MAX_SAMPLES = 6
 
 
-class Approval(RunInput):
+class ApprovalInput(RunInput):
     """A person's answer."""
 
     approve: bool
@@ -52,7 +52,7 @@ class Approval(RunInput):
     note: str = Field(min_length=1, description="Your reason; it is recorded with the decision.")
 
 
-Ask = Callable[[PromotionReview, LineageStore], Approval]
+Ask = Callable[[PromotionReview, LineageStore], ApprovalInput]
 """Asks a person about a review."""
 
 
@@ -81,7 +81,7 @@ def promote(
     return _promote(_ask_on_page, output, name, candidate, gates, tracking_uri, public_key, verdicts)
 
 
-def promote_flow(ask: Callable[[str], Approval]) -> Flow[..., dict[str, Any]]:
+def promote_flow(ask: Callable[[str], ApprovalInput]) -> Flow[..., dict[str, Any]]:
     """The flow `promote`, for a process in which `ask` asks the person, given the review as text."""
 
     @flow(name=promote.name, flow_run_name=promote.flow_run_name, persist_result=False)
@@ -241,13 +241,13 @@ def review_markdown(seen: PromotionReview, store: LineageStore, *, samples: bool
     return "\n".join(lines)
 
 
-def _ask_on_page(seen: PromotionReview, store: LineageStore) -> Approval:
+def _ask_on_page(seen: PromotionReview, store: LineageStore) -> ApprovalInput:
     if deployment.id is None:
         raise ConfigError("promote: needs a person to approve: run it as a deployment, or with `xray promote`")
     # The key binds the answer to this review, samples included: after a change, the person is asked again.
     key = digest({"asked": review_markdown(seen, store)})[:16]
     text = review_markdown(seen, store, samples=False)
-    answer: Approval = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=text), key=key)
+    answer: ApprovalInput = suspend_flow_run(wait_for_input=ApprovalInput.with_initial_data(description=text), key=key)
     return answer
 
 

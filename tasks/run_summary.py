@@ -23,7 +23,7 @@ from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation, Preferences
 from xray_runtime.kernel.graph.kind import Note
 from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.history.evidence import evidence, read_logged
-from xray_runtime.kernel.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
+from xray_runtime.kernel.report.evaluations import EvaluationResults, SideBySide, as_json, measured, side_by_side
 from xray_runtime.kernel.report.figures import StageRecord, parse_metrics
 from xray_runtime.kernel.report.rendering import computed_text, markdown_table
 from xray_runtime.kernel.store.identity import digest
@@ -56,7 +56,7 @@ class RunSummary:
         self._output, self._record, self._start = output, dict(record), time.perf_counter()
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
-        self._measured: dict[int, Measured] = {}
+        self._measured: dict[int, EvaluationResults] = {}
         self._datasets: list[tuple[Path, str]] = []
         """Directory and sha256 of the data, which may have pictures."""
         self._evaluation: tuple[int, CheckpointRef] | None = None

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster_sim.job import Job, Shares, Watch, simulate
+from benchmarks.cluster_sim.job import Shares, SimulatedJob, Watch, simulate
 from benchmarks.cluster_sim.nodes import GPUNodes
 from benchmarks.cluster_sim.workhorse import Scale
 from benchmarks.machine import MIB, machine, table
@@ -53,7 +53,7 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def report(job: Job, nodes: int, watch: Watch, points: list[dict[str, Any]]) -> list[str]:
+def report(job: SimulatedJob, nodes: int, watch: Watch, points: list[dict[str, Any]]) -> list[str]:
     """A line of the table: medians over the iterations but the first."""
     metrics = [point["metrics"] for point in points][1:]
     took = {phase: statistics.median(m.get(f"seconds/{phase}", 0.0) for m in metrics) for phase in PHASES}
@@ -80,7 +80,7 @@ HEAD = (
 )
 
 
-def limits(job: Job, watch: Watch) -> list[list[str]]:
+def limits(job: SimulatedJob, watch: Watch) -> list[list[str]]:
     """Each limit of the runtime's beside what came closest to it; what takes simulated time, at full scale."""
     times = [at for _, at in watch.iterations_done]
     silence = max((b - a for a, b in pairwise(times)), default=0.0)
@@ -93,12 +93,12 @@ def limits(job: Job, watch: Watch) -> list[list[str]]:
     ]
 
 
-def _rate(job: Job, watch: Watch) -> float:
+def _rate(job: SimulatedJob, watch: Watch) -> float:
     """Heartbeats a second of one Workhorse."""
     return watch.heartbeats / job.num_gpus / max(watch.seconds, 1e-9)
 
 
-def loss(job: Job, watch: Watch) -> list[str]:
+def loss(job: SimulatedJob, watch: Watch) -> list[str]:
     """Cost of the lost node."""
     assert watch.killed is not None
     killed = watch.killed
@@ -120,7 +120,7 @@ def main() -> int:
     # Simulated processes would otherwise give way to everything else on this machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     scale = Scale(args.time_scale, args.token_scale, args.weight_scale)
-    make = partial(Job, num_parameters=args.params, iterations=args.iterations, num_prompts=args.prompts)
+    make = partial(SimulatedJob, num_parameters=args.params, iterations=args.iterations, num_prompts=args.prompts)
     lines, limit_lines, loss_lines = [], [], []
     print(f"{machine()}\n", flush=True)
     for gpus in args.gpus:

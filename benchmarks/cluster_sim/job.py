@@ -74,7 +74,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """The simulated stage, and its scale."""
 
     num_gpus: int
@@ -179,7 +179,7 @@ def make_inputs(folder: Path, num_prompts: int) -> PPOInputs:
     return PPOInputs(Model(folder / "model"), Dataset(folder / "data"), rewards=[RewardModel(folder / "reward")])
 
 
-def simulate(job: Job, folder: Path, nodes: GPUNodes, lose_node: bool) -> tuple[Watch, list[dict[str, Any]]]:
+def simulate(job: SimulatedJob, folder: Path, nodes: GPUNodes, lose_node: bool) -> tuple[Watch, list[dict[str, Any]]]:
     """Run the stage to its end, restarted after a lost node; returns what was seen and each iteration's metrics."""
     watch, inputs = Watch(), make_inputs(folder, job.num_prompts)
     done = threading.Event()
@@ -204,7 +204,7 @@ def simulate(job: Job, folder: Path, nodes: GPUNodes, lose_node: bool) -> tuple[
 
 
 def _attempt(
-    job: Job, folder: Path, inputs: PPOInputs, nodes: GPUNodes, watch: Watch, attempt: int, lose_node: bool
+    job: SimulatedJob, folder: Path, inputs: PPOInputs, nodes: GPUNodes, watch: Watch, attempt: int, lose_node: bool
 ) -> list[dict[str, Any]]:
     out = folder / f"out-{attempt}"
     out.mkdir()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu_acceptance.setting import Setting
-from benchmarks.gpu_acceptance.steps import Step
+from benchmarks.gpu_acceptance.steps import AcceptanceStep
 from benchmarks.machine import table
 from benchmarks.ranks import PRELOAD
 from xray_runtime.kernel.cores import load
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 LOG_TAIL_CHARS = 300
 
 
-def run_all(steps: Sequence[Step], setting: Setting, deadline: float) -> list[Record]:
+def run_all(steps: Sequence[AcceptanceStep], setting: Setting, deadline: float) -> list[Record]:
     """The record of each step, in order; each is printed and appended to `records.jsonl` at once.
 
     Args:
@@ -50,7 +50,7 @@ def run_all(steps: Sequence[Step], setting: Setting, deadline: float) -> list[Re
     return records
 
 
-def _in_process(context: Any, step: Step, setting: Setting, limit_s: float) -> Record:
+def _in_process(context: Any, step: AcceptanceStep, setting: Setting, limit_s: float) -> Record:
     """Status, reason and figures of a step."""
     ours, theirs = context.Pipe()
     log = setting.folder / "logs" / f"{step.name}.log"
@@ -75,7 +75,7 @@ def _in_process(context: Any, step: Step, setting: Setting, limit_s: float) -> R
         process.join()
 
 
-def _work(connection: Any, step: Step, setting: Setting) -> None:
+def _work(connection: Any, step: AcceptanceStep, setting: Setting) -> None:
     os.setsid()
     redirect_output(setting.folder / "logs" / f"{step.name}.log")
     reason = step.skip_reason(setting)

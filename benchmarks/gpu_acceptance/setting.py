@@ -43,7 +43,7 @@ def check(holds: bool, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """The scale of the model and of the batch."""
 
     config: dict[str, int]
@@ -55,7 +55,7 @@ class Size:
     micro_batch_tokens: int
 
 
-FULL = Size(
+FULL = ModelSize(
     # The shape of Llama 3.2 1B: 1.24 billion parameters, four heads to a key-value head.
     config={
         "vocab_size": 128_256,
@@ -82,7 +82,7 @@ WIDE = replace(
         "num_key_value_heads": 4,
     },
 )
-TINY = Size(
+TINY = ModelSize(
     config={
         "vocab_size": 320,
         "hidden_size": 128,
@@ -117,7 +117,7 @@ class Setting:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ModelSize:
         return TINY if self.rehearse else WIDE if self.wide else FULL
 
     @property

@@ -24,7 +24,7 @@ from xray_runtime.models.lora import LoRAConfig
 
 
 @dataclass(frozen=True)
-class Step:
+class AcceptanceStep:
     """One thing that must work."""
 
     name: str
@@ -50,53 +50,53 @@ class Step:
         return f"{count} GPUs of {needed}" if count < needed else None
 
 
-def _train(name: str, **engine: Any) -> Step:
-    return Step(name, partial(training_steps.train, **engine), modules=(DEEPSPEED,))
+def _train(name: str, **engine: Any) -> AcceptanceStep:
+    return AcceptanceStep(name, partial(training_steps.train, **engine), modules=(DEEPSPEED,))
 
 
-def _ranks(name: str, *modules: str, **engine: Any) -> Step:
+def _ranks(name: str, *modules: str, **engine: Any) -> AcceptanceStep:
     ranks, modules = rank_steps.NUM_RANKS, (DEEPSPEED, *modules)
-    return Step(name, partial(rank_steps.train_ranks, **engine), 90.0, modules, num_ranks=ranks)
+    return AcceptanceStep(name, partial(rank_steps.train_ranks, **engine), 90.0, modules, num_ranks=ranks)
 
 
 DEEPSPEED, VLLM, MEGATRON, RAY = "deepspeed", "vllm", "megatron.core", "ray"
 ACTORS = DEEPSPEED, VLLM, RAY
 _lora_by_ipc = partial(generation_steps.sync_direct, transport="ipc", lora=LoRAConfig())
 STEPS = (
-    Step("versions", machine_steps.versions),
-    Step("attention", machine_steps.attention),
-    Step("prepare", training_steps.prepare, 120.0),
+    AcceptanceStep("versions", machine_steps.versions),
+    AcceptanceStep("attention", machine_steps.attention),
+    AcceptanceStep("prepare", training_steps.prepare, 120.0),
     _train("ZeRO-1 bfloat16", zero_stage=1, precision="bfloat16"),
-    Step("profile", pass_steps.profile, 90.0, (DEEPSPEED,)),
-    Step("shared prompts", pass_steps.shared_prompts, 90.0, (DEEPSPEED,)),
+    AcceptanceStep("profile", pass_steps.profile, 90.0, (DEEPSPEED,)),
+    AcceptanceStep("shared prompts", pass_steps.shared_prompts, 90.0, (DEEPSPEED,)),
     _train("ZeRO-0 float32", zero_stage=0),
     _train("ZeRO-2 bfloat16", zero_stage=2, precision="bfloat16"),
     _train("ZeRO-3 bfloat16", zero_stage=3, precision="bfloat16"),
     _train("ZeRO-3 float32", zero_stage=3),
     _train("recomputation", zero_stage=2, precision="bfloat16", activation_checkpointing=True),
     _train("offload", zero_stage=2, precision="bfloat16", offload="cpu"),
-    Step("LoRA", training_steps.lora, modules=(DEEPSPEED,)),
-    Step("Megatron", partial(training_steps.train, library="megatron"), modules=(MEGATRON,)),
-    Step("snapshots", training_steps.snapshots, 90.0, (DEEPSPEED,)),
-    Step("determinism", training_steps.determinism, 90.0, (DEEPSPEED,)),
-    Step("trainer sleep", training_steps.trainer_sleep, modules=(DEEPSPEED, VLLM), num_gpus=1),
-    Step("transformers", partial(generation_steps.sample, engine="transformers"), 90.0),
-    Step("vLLM", partial(generation_steps.sample, engine="vllm"), 120.0, (VLLM,)),
-    Step("vLLM sleep", generation_steps.generator_sleep, 120.0, (VLLM,), num_gpus=1),
-    Step("vLLM beside a neighbour", generation_steps.neighbour, 120.0, (VLLM,), num_gpus=1),
-    Step("sync by memory", generation_steps.sync_memory, 120.0, (DEEPSPEED, VLLM)),
-    Step("sync of LoRA", partial(generation_steps.sync_memory, lora=LoRAConfig()), 120.0, (DEEPSPEED, VLLM)),
-    Step("sync by IPC", partial(generation_steps.sync_direct, transport="ipc"), 180.0, ACTORS, num_gpus=1),
-    Step("sync of LoRA by IPC", _lora_by_ipc, 180.0, ACTORS, num_gpus=1),
-    Step("sync of a large embedding", generation_steps.sync_wide, 240.0, ACTORS, num_gpus=1),
-    Step("in turn", product_steps.in_turn, 240.0, ACTORS, num_gpus=1),
-    Step("xray run", product_steps.run, 300.0, (*ACTORS, "prefect", "mlflow")),
-    Step("SFT beside TRL", peer_steps.sft, 120.0, ("trl",)),
-    Step("GRPO beside TRL", peer_steps.grpo, 120.0, ("trl",)),
+    AcceptanceStep("LoRA", training_steps.lora, modules=(DEEPSPEED,)),
+    AcceptanceStep("Megatron", partial(training_steps.train, library="megatron"), modules=(MEGATRON,)),
+    AcceptanceStep("snapshots", training_steps.snapshots, 90.0, (DEEPSPEED,)),
+    AcceptanceStep("determinism", training_steps.determinism, 90.0, (DEEPSPEED,)),
+    AcceptanceStep("trainer sleep", training_steps.trainer_sleep, modules=(DEEPSPEED, VLLM), num_gpus=1),
+    AcceptanceStep("transformers", partial(generation_steps.sample, engine="transformers"), 90.0),
+    AcceptanceStep("vLLM", partial(generation_steps.sample, engine="vllm"), 120.0, (VLLM,)),
+    AcceptanceStep("vLLM sleep", generation_steps.generator_sleep, 120.0, (VLLM,), num_gpus=1),
+    AcceptanceStep("vLLM beside a neighbour", generation_steps.neighbour, 120.0, (VLLM,), num_gpus=1),
+    AcceptanceStep("sync by memory", generation_steps.sync_memory, 120.0, (DEEPSPEED, VLLM)),
+    AcceptanceStep("sync of LoRA", partial(generation_steps.sync_memory, lora=LoRAConfig()), 120.0, (DEEPSPEED, VLLM)),
+    AcceptanceStep("sync by IPC", partial(generation_steps.sync_direct, transport="ipc"), 180.0, ACTORS, num_gpus=1),
+    AcceptanceStep("sync of LoRA by IPC", _lora_by_ipc, 180.0, ACTORS, num_gpus=1),
+    AcceptanceStep("sync of a large embedding", generation_steps.sync_wide, 240.0, ACTORS, num_gpus=1),
+    AcceptanceStep("in turn", product_steps.in_turn, 240.0, ACTORS, num_gpus=1),
+    AcceptanceStep("xray run", product_steps.run, 300.0, (*ACTORS, "prefect", "mlflow")),
+    AcceptanceStep("SFT beside TRL", peer_steps.sft, 120.0, ("trl",)),
+    AcceptanceStep("GRPO beside TRL", peer_steps.grpo, 120.0, ("trl",)),
     _ranks("2 ranks, ZeRO-3", zero_stage=3, precision="bfloat16"),
     _ranks("2 ranks, tensor parallel", tensor_parallel=2),
     _ranks("2 ranks, pipeline", pipeline_parallel=2),
     _ranks("2 ranks, Megatron", MEGATRON, library="megatron", tensor_parallel=2),
-    Step("2 ranks, vLLM", rank_steps.sample_ranks, 180.0, ACTORS, num_ranks=2),
-    Step("sync by NCCL", partial(generation_steps.sync_direct, transport="nccl"), 180.0, ACTORS, num_gpus=2),
+    AcceptanceStep("2 ranks, vLLM", rank_steps.sample_ranks, 180.0, ACTORS, num_ranks=2),
+    AcceptanceStep("sync by NCCL", partial(generation_steps.sync_direct, transport="nccl"), 180.0, ACTORS, num_gpus=2),
 )

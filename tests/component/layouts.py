@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.layouts import (
     CONFIG,
-    Run,
+    LayoutRun,
     differences,
     updates,
 )
@@ -49,7 +49,7 @@ def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     return {name.removeprefix("lm."): p.detach().numpy() for name, p in module.named_parameters()}
 
 
-def same(run: Run, alone: Run) -> None:
+def same(run: LayoutRun, alone: LayoutRun) -> None:
     """Float32 sums in another order, and Adam's divisions: 20 times what `docs/layouts.md` measured."""
     losses, norms, weights = differences(run, alone)
     assert losses < 1e-5

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from benchmarks.layouts import Run, collect, global_batches, make_model, spec_of, updates
+from benchmarks.layouts import LayoutRun, collect, global_batches, make_model, spec_of, updates
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part, same
 from xray_runtime.cluster.learner import Learner
@@ -69,7 +69,7 @@ def learned(
     return done | {"adapters": adapters, "reference": scores.ref_logprobs if len(scores) else None}
 
 
-def run(spec: ModelSpec, batches: list[TextBatch], place: Path) -> tuple[Run, dict[str, torch.Tensor], list[Any]]:
+def run(spec: ModelSpec, batches: list[TextBatch], place: Path) -> tuple[LayoutRun, dict[str, torch.Tensor], list[Any]]:
     ranks = run_ranks(spec, place, learned, batches, place / "snapshot")
     adapters = {n: torch.from_numpy(a) for rank in ranks for n, a in rank["adapters"].items()}
     return collect(spec, ranks), adapters, [rank["reference"] for rank in ranks]
@@ -78,7 +78,7 @@ def run(spec: ModelSpec, batches: list[TextBatch], place: Path) -> tuple[Run, di
 @pytest.fixture(scope="module", params=[LORA, DORA], ids=["LoRA", "DoRA"])
 def alone(
     request: pytest.FixtureRequest, tiny_model: Path, batches: list[TextBatch], tmp_path_factory: Any
-) -> tuple[LoRAConfig, Run, dict[str, torch.Tensor], Ragged]:
+) -> tuple[LoRAConfig, LayoutRun, dict[str, torch.Tensor], Ragged]:
     config, place = request.param, tmp_path_factory.mktemp("alone")
     made, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, place)
     return config, made, adapters, reference
@@ -172,7 +172,9 @@ EXPERTS = LoRAConfig(rank=4, target_modules=["q_proj", "experts"])
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: Any, tiny_model: Path) -> tuple[Path, list[TextBatch], Run, dict[str, torch.Tensor]]:
+def mixture(
+    tmp_path_factory: Any, tiny_model: Path
+) -> tuple[Path, list[TextBatch], LayoutRun, dict[str, torch.Tensor]]:
     base = FreshBase(
         **{"vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
         **{"intermediate_size": 64, "num_experts": 4, "max_positions": 64},
@@ -242,7 +244,7 @@ def test_training_goes_on_from_an_adapter_under_a_layout(
         torch.testing.assert_close(torch.from_numpy(whole.weights[name]), expected[name], rtol=1e-4, atol=1e-6)
 
 
-def goes_on_alike(spec: ModelSpec, made: Run, batches: list[TextBatch], place: Path) -> None:
+def goes_on_alike(spec: ModelSpec, made: LayoutRun, batches: list[TextBatch], place: Path) -> None:
     """A snapshot holds the adapters and the head alone, and going on from it gives the same bits."""
     keys = {key.partition("/")[2] for shard in read_shards(place / "snapshot") for key in shard.pieces}
     assert all("lora_" in key or key.endswith(".magnitude") or key.startswith("scalar.") for key in keys)

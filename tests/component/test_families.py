@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families import RESULTS, RUNTIME, Row, read_results, run_row
+from benchmarks.families import RESULTS, RUNTIME, FamilyRow, read_results, run_row
 from benchmarks.family_recipes import RECIPES
 from benchmarks.local_models import LocalModels
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModels]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_row_is_what_the_page_says(models: LocalModels, tmp_path: Path, name: str) -> None:
-    row = Row(name, tmp_path, models)
+    row = FamilyRow(name, tmp_path, models)
     run_row(row)
     expected = read_results(RESULTS)[name]
     assert _plain(row.results) == _plain({cell: text for cell, text in expected.items() if cell != "date"})

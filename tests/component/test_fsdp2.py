@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.layouts import CONFIG, Run, collect, differences, global_batches, run_layout, spec_of
+from benchmarks.layouts import CONFIG, LayoutRun, collect, differences, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import NUM_UPDATES, in_float64, part, same, update
 from xray_runtime.cluster.learner import Learner
@@ -184,7 +184,7 @@ def test_ranks_that_share_experts_learn_as_one_process(
     same(collect(shared, run_ranks(shared, tmp_path, part, batches, range(NUM_UPDATES), None, None)), alone)
     run_ranks(shared, tmp_path, part, batches, range(1), None, place)
     moved = collect(whole, run_ranks(whole, tmp_path, part, batches, range(1, NUM_UPDATES), place, None))
-    assert differences(Run(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
+    assert differences(LayoutRun(alone.losses, alone.norms, moved.weights, [], 0.0), alone)[2] < 5e-5
 
 
 @pytest.mark.long
@@ -193,7 +193,7 @@ def test_adapters_beside_shared_experts_learn_as_in_one_process(
 ) -> None:
     model = mixture(tmp_path / "mixture", tiny_model, num_experts=4, output_router_logits=False)
 
-    def learned(spec: ModelSpec) -> Run:
+    def learned(spec: ModelSpec) -> LayoutRun:
         assert spec.training is not None
         training = spec.training.model_copy(update={"lora": LoRAConfig(rank=4)})
         adapted = replace(spec, training=training, adapter_seed=7)
@@ -218,7 +218,7 @@ def test_experts_that_cannot_be_shared_are_refused(
 
 
 @pytest.fixture(scope="module")
-def muon_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def muon_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> LayoutRun:
     return run_layout(
         spec_of(tiny_model, MUON | {"num_workhorses": 1}), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs")
     )
@@ -226,14 +226,14 @@ def muon_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pyt
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_muon_steps_whole_matrices_however_they_are_sharded(
-    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
+    muon_alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
 ) -> None:
     spec = spec_of(tiny_model, MUON | {"num_workhorses": ranks}, 32)
     same(run_layout(spec, batches, NUM_UPDATES, tmp_path), muon_alone)
 
 
 def test_muon_is_torchs_and_steps_hidden_matrices_alone(
-    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], monkeypatch: pytest.MonkeyPatch
+    muon_alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own, which is made to orthogonalize in float32 as well, beside torch's AdamW."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
@@ -250,7 +250,7 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
 
 
 def test_muon_goes_on_on_other_ranks_and_to_the_bit_on_the_same(
-    muon_alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path
+    muon_alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path
 ) -> None:
     spec, place = spec_of(tiny_model, MUON, 32), tmp_path / "snapshot"
     whole = collect(spec, run_ranks(spec, tmp_path, part, batches, range(NUM_UPDATES), None, None))
@@ -259,7 +259,7 @@ def test_muon_goes_on_on_other_ranks_and_to_the_bit_on_the_same(
     assert all(np.array_equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
     other = spec_of(tiny_model, MUON | {"num_workhorses": 3}, 32)
     moved = collect(other, run_ranks(other, tmp_path, part, batches, range(2, NUM_UPDATES), place, None))
-    assert differences(Run(muon_alone.losses, muon_alone.norms, moved.weights, [], 0.0), muon_alone)[2] < 5e-5
+    assert differences(LayoutRun(muon_alone.losses, muon_alone.norms, moved.weights, [], 0.0), muon_alone)[2] < 5e-5
     kinds = {name.partition("/")[0] for file in place.glob("*.safetensors") for name in load_file(file)}
     assert kinds == {"weight", "exp_avg", "exp_avg_sq", "momentum_buffer"}
     with pytest.raises(RuntimeError, match="the snapshot has no exp_avg/"):

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu_acceptance.runner import run_all
 from benchmarks.gpu_acceptance.setting import Setting
-from benchmarks.gpu_acceptance.steps import STEPS, Step
+from benchmarks.gpu_acceptance.steps import STEPS, AcceptanceStep
 
 ROOT = Path(__file__).parents[2]
 GPU_ONLY = {
@@ -65,7 +65,7 @@ def test_a_machine_without_ray_and_vllm_runs_what_needs_neither(tmp_path: Path) 
 
 
 def test_a_missing_parent_of_a_library_is_a_missing_library(tmp_path: Path) -> None:
-    step = Step("lacks", _refuse, modules=("no_such_library.core",))
+    step = AcceptanceStep("lacks", _refuse, modules=("no_such_library.core",))
     assert step.skip_reason(Setting(tmp_path, True)) == "no no_such_library.core"
 
 
@@ -89,11 +89,11 @@ def _refuse(setting: Setting) -> dict[str, object]:
 def test_a_step_that_hangs_dies_or_fails_stops_no_other(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     steps = [
-        Step("hangs", _hang, limit_s=0.2),
-        Step("dies", _die),
-        Step("fails", _refuse),
-        Step("lacks", _refuse, modules=("no_such_library",)),
-        Step("passes", _size),
+        AcceptanceStep("hangs", _hang, limit_s=0.2),
+        AcceptanceStep("dies", _die),
+        AcceptanceStep("fails", _refuse),
+        AcceptanceStep("lacks", _refuse, modules=("no_such_library",)),
+        AcceptanceStep("passes", _size),
     ]
     records = run_all(steps, Setting(tmp_path, True), deadline=float("inf"))
     assert [record["status"] for record in records] == ["failed", "failed", "failed", "skipped", "passed"]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.layouts import (
     CONFIG,
-    Run,
+    LayoutRun,
     collect,
     differences,
     global_batches,
@@ -72,7 +72,7 @@ def batches(tiny_model: Path) -> list[TextBatch]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> LayoutRun:
     run = run_layout(spec_of(tiny_model, {}), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))
     before = load_file(tiny_model / "model.safetensors")
     moved = [np.linalg.norm(run.weights[n] - t.numpy()) / np.linalg.norm(t.numpy()) for n, t in before.items()]
@@ -100,7 +100,7 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
     ],
 )
 def test_the_layout_does_not_show(
-    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
+    alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     run = run_layout(spec_of(tiny_model, layout, 32), batches, NUM_UPDATES, tmp_path)
     same(run, alone)
@@ -401,7 +401,7 @@ PASSED_ON = {
 
 @pytest.mark.parametrize("names", short_of(PASSED_ON, "ZeRO-3 on 2, Megatron TP 2, FSDP2 on 3, TP 2"))
 def test_a_model_goes_on_under_another_layout(
-    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, names: str
+    alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, names: str
 ) -> None:
     layouts = PASSED_ON[names]
     ends = np.linspace(0, NUM_UPDATES, len(layouts) + 1).astype(int).tolist()
@@ -415,7 +415,7 @@ def test_a_model_goes_on_under_another_layout(
         assert names == {f"{kind}/{n}" for kind in ("weight", "exp_avg", "exp_avg_sq") for n in alone.weights}
         came = goes
     np.testing.assert_allclose(losses, alone.losses, atol=1e-5 * np.abs(alone.losses).max())
-    assert differences(Run(alone.losses, alone.norms, run.weights, [], 0.0), alone)[2] < 5e-5
+    assert differences(LayoutRun(alone.losses, alone.norms, run.weights, [], 0.0), alone)[2] < 5e-5
 
 
 # `test_options`, `test_fsdp2` and `test_megatron` say this of each engine, with options.

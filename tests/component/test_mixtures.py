@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.layouts import Run, collect, global_batches, make_model, run_layout, spec_of
+from benchmarks.layouts import LayoutRun, collect, global_batches, make_model, run_layout, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import NUM_UPDATES, in_float64, part, same
 from xray_runtime.data.batch import TextBatch
@@ -23,7 +23,7 @@ BASE = FreshBase(
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: Any) -> tuple[Path, list[TextBatch], Run]:
+def mixture(tmp_path_factory: Any) -> tuple[Path, list[TextBatch], LayoutRun]:
     model = make_model(tmp_path_factory.mktemp("mixture") / "model", BASE)
     batches = global_batches(model, count=2, num_rows=9, group_size=3)
     return model, batches, run_layout(spec_of(model, {}, 32), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))

@@ -12,7 +12,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.layouts import Run, collect, differences, global_batches, run_layout, spec_of, updates
+from benchmarks.layouts import LayoutRun, collect, differences, global_batches, run_layout, spec_of, updates
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part
 from tests.component.processes import open_models
@@ -33,11 +33,11 @@ def batches(tiny_model: Path) -> list[TextBatch]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> LayoutRun:
     return run_layout(spec_of(tiny_model, {}, 32), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))
 
 
-def same_bits(run: Run, other: Run) -> None:
+def same_bits(run: LayoutRun, other: LayoutRun) -> None:
     assert run.losses.tolist() == other.losses.tolist()
     assert run.weights.keys() == other.weights.keys()
     assert all(np.array_equal(run.weights[name], whole) for name, whole in other.weights.items())
@@ -54,7 +54,7 @@ def saved_midway(
     return done
 
 
-def goes_on_alike(spec: ModelSpec, batches: list[TextBatch], place: Path) -> Run:
+def goes_on_alike(spec: ModelSpec, batches: list[TextBatch], place: Path) -> LayoutRun:
     """The third update of a run, which is the same to the bit in one that goes on from a snapshot of the second."""
     through = collect(spec, run_ranks(spec, place, saved_midway, batches, place / "snapshot"))
     again = collect(spec, run_ranks(spec, place, part, batches, range(2, 3), place / "snapshot", None))
@@ -67,7 +67,7 @@ def goes_on_alike(spec: ModelSpec, batches: list[TextBatch], place: Path) -> Run
     [pytest.param(ZERO_2, id="ZeRO-2 on 2", marks=pytest.mark.long), pytest.param(PP | {"zero_stage": 1}, id="PP 2")],
 )
 def test_bfloat16_passes_train_nearly_as_float32_ones(
-    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
+    alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
 ) -> None:
     run = run_layout(spec_of(tiny_model, layout | BF16, 32), batches, NUM_UPDATES, tmp_path)
     losses, norms, weights = differences(run, alone)

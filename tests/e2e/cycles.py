@@ -92,7 +92,7 @@ def record(output: Path, cycle: int) -> None:
 def cycles(output: Path, ways: list[str]) -> None:
     """A cycle for each way, and the promotion of the last candidate."""
     from xray.flows.flywheel import flywheel
-    from xray.flows.promote import Approval, promote_flow
+    from xray.flows.promote import ApprovalInput, promote_flow
 
     build(output)
     rules = {"heldout_fraction": 0.3, "max_share": 0.3}
@@ -100,7 +100,7 @@ def cycles(output: Path, ways: list[str]) -> None:
         record(output, number)
         shared = {"rules": rules, "start": "base", "data": "prepare", "min_rows": 8}
         flywheel(str(output), FlywheelConfig.model_validate(shared | {way: WAYS[way]}))
-    approve = promote_flow(lambda text: Approval(approve=True, name="Ada", note="it is better"))
+    approve = promote_flow(lambda text: ApprovalInput(approve=True, name="Ada", note="it is better"))
     approve(str(output), NAME, None, None, None, None, None)
 
 

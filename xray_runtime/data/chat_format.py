@@ -46,7 +46,7 @@ class Turns(NamedTuple):
     """For each requested reply: its first token, and one past the end of its turn."""
 
 
-class _Row(NamedTuple):
+class _TemplateRow(NamedTuple):
     """`Turns` as text, with control tokens by their names; spans in characters."""
 
     text: str
@@ -157,7 +157,7 @@ class ChatFormat:
             for turns in self._tokens(row, joint, known)
         ]
 
-    def _with_pictures(self, turns: Turns, row: _Row) -> Turns:
+    def _with_pictures(self, turns: Turns, row: _TemplateRow) -> Turns:
         if not pictures_of(row.messages):
             return turns
         ids, places = self._expanded(turns.ids, row.messages)
@@ -266,17 +266,17 @@ class ChatFormat:
             refuse(conversation, len(conversation) - 1, what)
         return at + ends[0]
 
-    def _rows(self, messages: Messages, replies: Collection[int]) -> list[_Row]:
-        rows: list[_Row] = []
+    def _rows(self, messages: Messages, replies: Collection[int]) -> list[_TemplateRow]:
+        rows: list[_TemplateRow] = []
         for number in sorted(replies):
             before, text, rest = self._reply(messages[:number], messages[number])
             goes_on = rows and before.startswith(rows[-1].text[: rows[-1].spans[-1][1]])
             spans = rows.pop().spans if goes_on else []
             span = len(before), len(before + text)
-            rows.append(_Row(before + text + rest, [*spans, span], messages[: number + 1]))
+            rows.append(_TemplateRow(before + text + rest, [*spans, span], messages[: number + 1]))
         return rows
 
-    def _tokens(self, row: _Row, joint: Encoded, known: dict[str, list[int]]) -> list[Turns]:
+    def _tokens(self, row: _TemplateRow, joint: Encoded, known: dict[str, list[int]]) -> list[Turns]:
         """The tokens of a row; a row for each reply if a token spans one and the prompt before it."""
         spans = []
         for start, end in row.spans:

@@ -54,7 +54,7 @@ class Receivers:
     """Has every rank make a step, with its own info, towards a version (`Sampler.receive`), and waits for all."""
 
 
-class Generator(GeneratorPlug, Protocol):
+class GenerationEngine(GeneratorPlug, Protocol):
     """A way to sample replies."""
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
@@ -99,6 +99,6 @@ class Generator(GeneratorPlug, Protocol):
         raise AssertionError(f"{type(self).__name__} does not support this call")
 
 
-def generator(name: str) -> Generator:
+def generator(name: str) -> GenerationEngine:
     """The generator `name`. Raises ValueError: there is none."""
-    return cast("Generator", GENERATORS.get(name))
+    return cast("GenerationEngine", GENERATORS.get(name))

@@ -33,7 +33,7 @@ class TrainerPlug(Protocol):
 
 
 class GeneratorPlug(Protocol):
-    """A generator, as configs know it; `engines.generator.Generator` says the rest."""
+    """A generator, as configs know it; `engines.generator.GenerationEngine` says the rest."""
 
     @property
     def config(self) -> type[GeneratorConfig]: ...

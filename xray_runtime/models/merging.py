@@ -30,19 +30,19 @@ UNLOCKED_SECONDS = 60.0
 """An older directory without a held lock was left behind."""
 
 
-class Base(NamedTuple):
+class AdapterBase(NamedTuple):
     """The checkpoint with the weights."""
 
     directory: Path
     sha256: str
 
 
-def base_of(directory: Path) -> Base | None:
+def base_of(directory: Path) -> AdapterBase | None:
     """The base of a checkpoint that is an adapter alone; None: it has weights, or is no model."""
     if not (directory / ADAPTER).is_dir() or weight_files(directory):
         return None
     fields = read_fields(directory / ADAPTER)
-    return Base(directory.parent / fields.base, fields.base_sha256)
+    return AdapterBase(directory.parent / fields.base, fields.base_sha256)
 
 
 def full_model(directory: Path, scratch: Path) -> Path:

@@ -118,7 +118,7 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     if not any(component.coef(totals) for component in components):
         raise ValueError(f"{type(objective).__name__}: the coefficient of every component of its loss is 0")
     if module.auxiliary is not None:
-        components.append(Auxiliary())
+        components.append(AuxiliaryLoss())
     module = module.noting_passes()
     forward = objective.forward(module, rows)
     parts: list[Tensor] = []
@@ -136,7 +136,7 @@ def training_loss(module: HeadedLM, objective: Objective[Any], rows: Texts, tota
     return Loss(sum(parts[1:], parts[0]), sums)
 
 
-class Auxiliary(Component[Forward[Any]]):
+class AuxiliaryLoss(Component[Forward[Any]]):
     """The auxiliary loss of the model's family. It is no sum over tokens, so each micro-batch's counts by its rows."""
 
     counted = "rows"

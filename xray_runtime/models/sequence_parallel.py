@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 T = TypeVar("T")
 
 
-class _Exchange(torch.autograd.Function):
+class _SequenceExchange(torch.autograd.Function):
     # Part i of a rank's tensor becomes part r of rank i's, if r is its own number: this is its own transpose.
 
     @staticmethod
@@ -56,7 +56,7 @@ class _Sum(torch.autograd.Function):
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:
     """From [P, ...], a part for each rank, a part of each rank [P, ...]."""
-    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    received: Tensor = _SequenceExchange.apply(parts, group)  # type: ignore[no-untyped-call]
     return received
 
 

@@ -37,7 +37,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Base:
+class NumberInBase:
     """A number in another base."""
 
     digits: str
@@ -62,7 +62,7 @@ class AnswerGroup:
     name: str | None = None
 
 
-Answer = Text | Base | Value | AnswerGroup
+Answer = Text | NumberInBase | Value | AnswerGroup
 
 
 def same(gold: Answer, given: Answer) -> bool:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from xray_runtime.rewards.answer_equality import Answer, AnswerGroup, Base, Text, Value, same
+from xray_runtime.rewards.answer_equality import Answer, AnswerGroup, NumberInBase, Text, Value, same
 from xray_runtime.rewards.answer_text import (
     boxed,
     check_tokens,
@@ -179,13 +179,13 @@ def _interval(text: str, lenient: bool) -> AnswerGroup | None:
     return AnswerGroup(begin + end, items, parts[at])
 
 
-def _base(text: str, lenient: bool) -> Base | None:
+def _base(text: str, lenient: bool) -> NumberInBase | None:
     match = re.fullmatch(r"(?:\\text\{\s*)?([0-9A-Fa-f]+)\}?\s*_\s*\{?\s*(\d+)\s*\}?", text)
     if match is None or not match[1][0].isdigit():
         return None
     if not 2 <= int(match[2]) <= 16 or any(int(digit, 16) >= int(match[2]) for digit in match[1]):
         raise ValueError(f"{match[1]!r} is not a number in base {match[2]}")
-    return Base(match[1].lower(), int(match[2]))
+    return NumberInBase(match[1].lower(), int(match[2]))
 
 
 def _value(text: str, name: str | None, lenient: bool) -> Value:

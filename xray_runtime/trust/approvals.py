@@ -51,7 +51,7 @@ class Approval(BaseModel):
     withdrawn: bool = False
 
 
-class _Record(InTotoRecord[Approval]):
+class _ApprovalRecord(InTotoRecord[Approval]):
     predicate_type: Literal["urn:xray:approval:v1"] = Field(default="urn:xray:approval:v1", alias="predicateType")
 
 
@@ -75,7 +75,7 @@ def approve(output: Path, *, name: str, checkpoint: str, key: Path, by: str, not
     approval = Approval(
         name=name, checkpoint=checkpoint, head=str(log.head), by=by, note=note, at=at, withdrawn=withdrawn
     )
-    envelope = sign(_Record.of(approval, {name: checkpoint}), read_bounded(key)).decode()
+    envelope = sign(_ApprovalRecord.of(approval, {name: checkpoint}), read_bounded(key)).decode()
     action: Any = "approve-end" if withdrawn else "approve"
     entry = ApprovalGiven(action=action, name=name, checkpoint=checkpoint, key=public.decode(), envelope=envelope)
     append(output, entry)
@@ -86,7 +86,7 @@ def verified(given: ApprovalGiven, log: LogView) -> tuple[str, Approval]:
     """(digest of the key, what it signed) of an entry of `log`. Raises ValueError: it does not count."""
     key, envelope = load_public(given.key.encode()), read_envelope(given.envelope.encode())
     require_signers(envelope, [key])
-    approval = read_record(envelope, _Record).predicate
+    approval = read_record(envelope, _ApprovalRecord).predicate
     if (approval.name, approval.checkpoint) != (given.name, given.checkpoint):
         raise SignatureProblem("invalid", "it approves another candidate")
     if approval.withdrawn != (given.action == "approve-end") or approval.at.tzinfo is None:

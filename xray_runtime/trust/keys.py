@@ -75,7 +75,7 @@ class Rotation(BaseModel):
     note: str
 
 
-class _Record(InTotoRecord[Rotation]):
+class _RotationRecord(InTotoRecord[Rotation]):
     predicate_type: Literal["urn:xray:rotation:v1"] = Field(default="urn:xray:rotation:v1", alias="predicateType")
 
 
@@ -205,7 +205,7 @@ def read_rotations(
         path = output / "keys" / RETIRED / f"{name}.json"
         try:
             envelope = read_envelope(read_bounded(path))
-            rotation = read_record(envelope, _Record).predicate
+            rotation = read_record(envelope, _RotationRecord).predicate
             if not rotation.retired.startswith(name) or rotation.at.tzinfo is None:
                 raise ValueError("it concerns another key, or has no time")
             if missing := {rotation.retired, rotation.successor} - known.keys():
@@ -305,5 +305,5 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired.sha256, successor=successor, at=now, by=by, note=note)
-    record = _Record.of(rotation, {"signing.pub": successor})
+    record = _RotationRecord.of(rotation, {"signing.pub": successor})
     write_atomic(folder / f"{name}.json", sign(record, old.read_bytes(), new.read_bytes()))

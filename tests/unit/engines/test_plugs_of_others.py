@@ -34,14 +34,14 @@ GENERATOR_CODE = """
 from typing import ClassVar, Literal
 from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.layouts import GeneratorConfig
-from xray_runtime.engines.generator import Generator
+from xray_runtime.engines.generator import GenerationEngine
 
 class Config(GeneratorConfig):
     engine: Literal["far"] = "far"
     addresses: list[str] = []
     not_in_key: ClassVar[frozenset[str]] = frozenset({"addresses"})
 
-class Far(Generator):
+class Far(GenerationEngine):
     config = Config
     capabilities = GeneratorCapabilities(remote=True)
 

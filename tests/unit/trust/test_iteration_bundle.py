@@ -27,7 +27,7 @@ from xray_runtime.methods.ppo.kind import PPOInputs
 from xray_runtime.methods.ppo.ledger_config import LedgerConfig
 from xray_runtime.trust.iteration.bundle import BundleProblem, open_iteration
 from xray_runtime.trust.iteration.pack import check_bundle, pack
-from xray_runtime.trust.iteration.replay import IterationReplay, Part, replay_iteration
+from xray_runtime.trust.iteration.replay import IterationReplay, ReplayedPart, replay_iteration
 from xray_runtime.trust.iteration.sample import cosine
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.published_log import publish_log, require_published
@@ -267,9 +267,9 @@ def test_replies_are_read_from_the_ledger_without_the_sampler(
 
 
 def test_nothing_is_the_same_before_the_update_was_compared() -> None:
-    parts = [Part("weights before", "equal"), Part("replies", "equal")]
+    parts = [ReplayedPart("weights before", "equal"), ReplayedPart("replies", "equal")]
     assert not IterationReplay(2, parts).is_same
-    assert IterationReplay(2, [*parts, Part("weights after", "equal")]).is_same
+    assert IterationReplay(2, [*parts, ReplayedPart("weights after", "equal")]).is_same
 
 
 def test_a_stage_that_comes_out_different_is_not_packed(published: Published, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.methods.ppo.update import step_totals
 from xray_runtime.models.objectives import training_loss
 from xray_runtime.trust.iteration.sample import SamplePath, only
-from xray_runtime.trust.iteration.updates import Update
+from xray_runtime.trust.iteration.updates import UpdateNumbers
 
 ROW = 2
 METHODS = ["ppo", "grpo", "dr_grpo", "gspo", "reinforce++"]
@@ -62,7 +62,7 @@ def test_a_reply_and_the_others_make_up_the_gradient(make_lm: MakeLM, tmp_path: 
     path.policy, path.objective = policy, PPOObjective(setting.config)  # type: ignore[assignment]
     path.before(3, rows, totals, 1e-4)
     numbers = [{"grad_norm": "nan"}] * 3 + [{"grad_norm": repr(float(whole.norm()))}]
-    path.end(Update(steps={"policy": numbers}, weights={}, moments={}))
+    path.end(UpdateNumbers(steps={"policy": numbers}, weights={}, moments={}))
     assert policy.calls == ["save", "train", "load", "train", "load"], "each from the state before the step"
     [step] = path.steps
     assert (step.number, step.rows) == (3, 8)
@@ -84,7 +84,7 @@ def test_the_shares_of_all_replies_sum_to_one(make_lm: MakeLM, tmp_path: Path) -
         path = SamplePath(row, tmp_path)
         path.policy, path.objective = InProcess(setting), PPOObjective(setting.config)  # type: ignore[assignment]
         path.before(0, rows, totals, 1e-4)
-        path.end(Update(steps={"policy": [{"grad_norm": norm}]}, weights={}, moments={}))
+        path.end(UpdateNumbers(steps={"policy": [{"grad_norm": norm}]}, weights={}, moments={}))
         shares += [step.share or 0.0 for step in path.steps]
     assert len(shares) == 8
     assert sum(shares) == pytest.approx(1.0, abs=1e-5)

@@ -20,7 +20,7 @@ from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.methods.loading import load_config
 
 if TYPE_CHECKING:
-    from xray.flows.promote import Approval
+    from xray.flows.promote import ApprovalInput
 
 PANEL = "Champion"
 GATES = "promotion."
@@ -113,11 +113,11 @@ def _check(
     return bounds
 
 
-def _ask(text: str, by: str, note: str | None) -> Approval:
-    from xray.flows.promote import Approval
+def _ask(text: str, by: str, note: str | None) -> ApprovalInput:
+    from xray.flows.promote import ApprovalInput
 
     if note is not None:
-        return Approval(approve=True, name=by, note=note)
+        return ApprovalInput(approve=True, name=by, note=note)
     print(text)
     approve = typer.confirm("Make it champion?")
-    return Approval(approve=approve, name=typer.prompt("Your name", default=by), note=typer.prompt("Why"))
+    return ApprovalInput(approve=approve, name=typer.prompt("Your name", default=by), note=typer.prompt("Why"))

@@ -17,7 +17,14 @@ from xray_runtime.kernel.graph.artifacts import Comparison, Evaluation
 from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import CANDIDATE, LineageStore, find, open_lineage_store, resolve
 from xray_runtime.kernel.history.render import entry, stage_name
-from xray_runtime.kernel.report.evaluations import DrawnResult, Measured, SideBySide, measured, measures, side_by_side
+from xray_runtime.kernel.report.evaluations import (
+    DrawnResult,
+    EvaluationResults,
+    SideBySide,
+    measured,
+    measures,
+    side_by_side,
+)
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import digest
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
@@ -111,7 +118,7 @@ def _evaluated(store: LineageStore) -> list[Node]:
 
 
 def _evaluations(store: LineageStore, nodes: list[Node]) -> SideBySide:
-    evaluations: list[Measured] = []
+    evaluations: list[EvaluationResults] = []
     for node in nodes:
         assert node.kind is not None
         try:

@@ -1,1 +1,1 @@
-"""Generators: each folder or file is one, and exposes `GENERATOR`, an `engines.generator.Generator`."""
+"""Generators: each folder or file is one, and exposes `GENERATOR`, an `engines.generator.GenerationEngine`."""

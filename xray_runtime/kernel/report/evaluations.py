@@ -46,7 +46,7 @@ LINE_INCHES = 0.16
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationResults:
     """One evaluation or benchmark."""
 
     stage: str
@@ -57,7 +57,7 @@ class Measured:
     numbers: Mapping[str, Number]
 
 
-def measured(kind: StageKind, directory: Path, expected: str | None = None) -> Measured:
+def measured(kind: StageKind, directory: Path, expected: str | None = None) -> EvaluationResults:
     """The results in the checkpoint of an evaluation. Raises OSError or ValueError if it is damaged.
 
     Args:
@@ -85,7 +85,7 @@ def measured(kind: StageKind, directory: Path, expected: str | None = None) -> M
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
             numbers[name] = Number(float(value), *results.get(f"{name}{INTERVAL}") or ())
     way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
-    return Measured(manifest.stage, manifest.parents[policy], way, numbers)
+    return EvaluationResults(manifest.stage, manifest.parents[policy], way, numbers)
 
 
 def _in_order(result: tuple[str, Any]) -> tuple[str, bool]:
@@ -106,7 +106,7 @@ class SideBySide:
         return [[policy, *("" if n is None else str(n) for n in numbers)] for policy, numbers in self.rows]
 
 
-def side_by_side(evaluations: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
+def side_by_side(evaluations: Sequence[EvaluationResults], names: Mapping[str, str]) -> SideBySide:
     """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
     first = {one.way: one.stage for one in reversed(evaluations)}
     used: dict[str, set[str]] = {}

@@ -24,11 +24,11 @@ KEYS = {"1": "left", "2": "right", "t": "tie", "b": "both bad", "s": "skip"}
 """Key that a person presses → its meaning."""
 
 
-class _Row(BaseModel):
+class _JudgementRow(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
-class Question(_Row):
+class Question(_JudgementRow):
     """A prompt and the replies of the two models."""
 
     number: Annotated[int, Field(ge=0)]
@@ -38,7 +38,7 @@ class Question(_Row):
     b: str
 
 
-class Judgement(_Row):
+class Judgement(_JudgementRow):
     """One person's verdict on one question."""
 
     number: Annotated[int, Field(ge=0)]

@@ -60,7 +60,7 @@ def run(stage: Stage[DistillRepliesConfig, DistillRepliesInputs], out: Path, rec
         objective = TeacherObjective(config.temperature, top_k, num_tokens)
         specs["teacher"] = ModelSpec(teacher, objective, frozen=config.frozen)
     train, heldout = (
-        _Rows(stage, data / side, tokenizer, top_k, num_tokens, prompts, recorder) for side in (TRAIN, HELDOUT)
+        _ReplyRows(stage, data / side, tokenizer, top_k, num_tokens, prompts, recorder) for side in (TRAIN, HELDOUT)
     )
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     check_longest(stage, specs["policy"], train.tokens.lengths["input_ids"], train.tokens.id)
@@ -74,7 +74,7 @@ def run(stage: Stage[DistillRepliesConfig, DistillRepliesInputs], out: Path, rec
     return config.steps
 
 
-class _Rows:
+class _ReplyRows:
     """Replies of one side of the dataset, with what a teacher says of them."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _Distillation(Method):
     """Distillation on given replies, for `training_loop`."""
 
     models: Mapping[str, ModelHandle]
-    rows: _Rows
+    rows: _ReplyRows
     heldout_rows: TaughtBatch
     name = "distill"
 

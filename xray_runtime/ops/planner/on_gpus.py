@@ -31,7 +31,7 @@ from xray_runtime.ops.planner.cost import (
     update_seconds,
 )
 from xray_runtime.ops.planner.memory import Layout
-from xray_runtime.ops.planner.plan import NOTHING, Held, Placement, Plan, Sleeps, peak_bytes, plan_of
+from xray_runtime.ops.planner.plan import NOTHING, Placement, Plan, Sleeps, UseMemory, peak_bytes, plan_of
 from xray_runtime.ops.planner.splits import (
     DEGREES,
     MAX_RANKS,
@@ -59,7 +59,7 @@ class Choice:
     seconds: float = 0.0
     asleep_seconds: float = 0.0
     """Seconds to free the memory and to restore it."""
-    held: Held = NOTHING
+    held: UseMemory = NOTHING
     """All models of the use or, if separate, the total of the largest."""
     micro_batch_tokens: int = 0
     checkpointing: bool = False
@@ -284,7 +284,7 @@ class _Search:
     def _needs(self, workload: Workload, roles: Sequence[PlannedRole], layout: Layout, shared: bool) -> dict[str, Any]:
         """The fields of `Choice` about memory."""
         memory = [workload.memory(role, layout, shared=shared) for role in roles]
-        held = Held.of(memory) if shared else Held(total=max(m.total for m in memory))
+        held = UseMemory.of(memory) if shared else UseMemory(total=max(m.total for m in memory))
         return {"held": held, "asleep_seconds": sleep_seconds(workload, roles, memory, self._machine)}
 
 

@@ -47,7 +47,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class Held:
+class UseMemory:
     """Bytes on one device of all models of one use."""
 
     total: int = 0
@@ -56,18 +56,18 @@ class Held:
     syncing: int = 0
 
     @classmethod
-    def of(cls, memory: Sequence[Memory]) -> Held:
+    def of(cls, memory: Sequence[Memory]) -> UseMemory:
         """Memory of models that may work at the same time."""
         names = [f.name for f in fields(cls)]
         return cls(**{name: sum(getattr(m, name) for m in memory) for name in names})
 
 
-NOTHING = Held()
+NOTHING = UseMemory()
 Sleeps = tuple[bool, bool]
 """Whether (the generator, the trained models) sleep while others work."""
 
 
-def peak_bytes(sleeps: Sleeps, trained: Held, frozen: Held, sampled: Held) -> int:
+def peak_bytes(sleeps: Sleeps, trained: UseMemory, frozen: UseMemory, sampled: UseMemory) -> int:
     """Peak of a device that all models share, over the turns of an iteration (`methods/ppo/body.py`).
 
         sync        the generator's weights wake up beside awake trainers; its KV cache still sleeps
@@ -97,7 +97,7 @@ class Group:
     @property
     def peak_bytes(self) -> int:
         """Peak memory."""
-        by_use = (Held.of([p.memory for p in self.ranks if p.role.use == use]) for use in ALL_USES)
+        by_use = (UseMemory.of([p.memory for p in self.ranks if p.role.use == use]) for use in ALL_USES)
         return peak_bytes((self.generator_sleeps, self.trainer_sleeps), *by_use)
 
     def largest(self) -> tuple[RolePlan, str, int]:

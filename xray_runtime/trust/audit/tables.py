@@ -49,12 +49,12 @@ def check_tables(path: Path, graph: CheckpointGraph, view: LogView, output: Path
     database = Database(path)
     try:
         yield from check_schema(database)
-        yield from _Rows(database, graph, view, output).check()
+        yield from _TableRows(database, graph, view, output).check()
     finally:
         database.close()
 
 
-class _Rows:
+class _TableRows:
     """The rows that a lifecycle leaves, by what explains them."""
 
     def __init__(self, database: Database, graph: CheckpointGraph, view: LogView, output: Path) -> None:

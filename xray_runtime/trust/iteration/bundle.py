@@ -47,7 +47,7 @@ from xray_runtime.models.merging import base_of
 from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.trust.attestation import foreign_in_record
 from xray_runtime.trust.bundle import open_bundle
-from xray_runtime.trust.iteration.updates import Update
+from xray_runtime.trust.iteration.updates import UpdateNumbers
 from xray_runtime.trust.keys import RETIRED, TRUSTED, retirement_files, root_keys, trusted_keys
 from xray_runtime.trust.published_log import SOURCE, publish_log, require_published
 from xray_runtime.trust.replayable import Replayable, replayable
@@ -63,7 +63,7 @@ class Iteration(EvidenceModel):
     """The stage's."""
     iteration: int = Field(ge=0)
     """Counted from 0."""
-    update: Update
+    update: UpdateNumbers
 
 
 class IterationRecord(InTotoRecord[Iteration]):

@@ -17,7 +17,7 @@ from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.trust.iteration.bundle import SNAPSHOT, Iteration, require_key, write_bundle
 from xray_runtime.trust.iteration.sample import SamplePath
 from xray_runtime.trust.iteration.sample_page import write_page
-from xray_runtime.trust.iteration.updates import Update, UpdateWatch
+from xray_runtime.trust.iteration.updates import UpdateNumbers, UpdateWatch
 from xray_runtime.trust.recompute import Models, OnProgress, recompute
 from xray_runtime.trust.replay import Replay, ReplayRecorder
 from xray_runtime.trust.replayable import Replayable
@@ -98,7 +98,7 @@ class _Packing(ReplayRecorder):
         self._iteration = iteration
         self.made = scratch / "bundle"
         self.made.mkdir()
-        self.update: Update | None = None
+        self.update: UpdateNumbers | None = None
         self.sample = None if row is None else SamplePath(row, scratch / "sample")
         self._watch = UpdateWatch(scratch / "after", None if self.sample is None else self.sample.before)
 

@@ -48,7 +48,7 @@ AFTER = "weights after"
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplayedPart:
     """One part of the iteration."""
 
     name: str
@@ -62,7 +62,7 @@ class IterationReplay:
     """The result."""
 
     iteration: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ReplayedPart] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
@@ -118,9 +118,9 @@ class _Recorder(Recomputation):
         self._watch = UpdateWatch(scratch / "after")
         self._digests: dict[int, str | None] = {}
         """Version → digest of the weights that were sent."""
-        self._files: Part | None = None
-        self._update: list[Part] = []
-        self._ledger: list[Part] = []
+        self._files: ReplayedPart | None = None
+        self._update: list[ReplayedPart] = []
+        self._ledger: list[ReplayedPart] = []
         self.taken: list[str] = []
 
     def seal(self) -> Seal:
@@ -170,7 +170,7 @@ class _Recorder(Recomputation):
                 different = different or f"{entry.path}: {entry.sha256} in the checkpoint, {made} computed again"
         self._files = _part("files of the checkpoint", different)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ReplayedPart]:
         """All that was compared, in the order of the computation."""
         # An environment's answers are part of the replies.
         read = {"rewards": self.taken, "replies": [name for name in self.taken if name == ENVIRONMENT]}
@@ -189,14 +189,14 @@ class _Recorder(Recomputation):
         path = shard_path(self.stage.ledger, version)
         return read_shard(path, lists=False).policy if path.is_file() else None
 
-    def _sent(self, version: int, name: str) -> Part | None:
+    def _sent(self, version: int, name: str) -> ReplayedPart | None:
         recorded, digest = self._policy(version), self._digests.get(version)
         if recorded is None or self._recorded is not None:
             return None
         same = recorded == digest
         return _part(name, None if same else f"{recorded} in the ledger, {digest} computed again")
 
-    def _compared_ledger(self) -> list[Part]:
+    def _compared_ledger(self) -> list[ReplayedPart]:
         then, now = self._then, read_shard(shard_path(self.out / LEDGER, self._number))
         groups: dict[str, list[str]] = {"replies": [], "log-probabilities": [], "rewards": [], "advantages": []}
         for name in then.table.column_names:
@@ -205,18 +205,18 @@ class _Recorder(Recomputation):
         for group, names in groups.items():
             part = _part(group, _difference(then, now, names), self._note() if group == "replies" else "")
             if group == "replies" and self._recorded is not None and part.verdict == "equal":
-                part = Part(group, "recorded", self._recorded)
+                part = ReplayedPart(group, "recorded", self._recorded)
             found.append(part)
         same = all(part.verdict != "DIFFERENT" for part in found)
         if same and then.to_bytes() != replace(now, policy=then.policy).to_bytes():
-            found.append(Part("ledger", "DIFFERENT", "the same values in different bytes, or other columns"))
+            found.append(ReplayedPart("ledger", "DIFFERENT", "the same values in different bytes, or other columns"))
         return found
 
     def _note(self) -> str:
         before = min(self._number, _config(self._bundle).lag)
         return f"in the snapshot, as they were sampled {before} iterations before" if before else ""
 
-    def _compared_update(self) -> list[Part]:
+    def _compared_update(self) -> list[ReplayedPart]:
         then, now = self._bundle.record.update, self._watch.result()
         gradient = differing_steps(then, now, norms=True)
         return [
@@ -226,11 +226,11 @@ class _Recorder(Recomputation):
         ]
 
 
-def _part(name: str, difference: str | None, note: str = "") -> Part:
-    return Part(name, "equal", note) if difference is None else Part(name, "DIFFERENT", difference)
+def _part(name: str, difference: str | None, note: str = "") -> ReplayedPart:
+    return ReplayedPart(name, "equal", note) if difference is None else ReplayedPart(name, "DIFFERENT", difference)
 
 
-def _recorded(part: Part, sources: list[str]) -> Part:
+def _recorded(part: ReplayedPart, sources: list[str]) -> ReplayedPart:
     """The part with the sources whose answers were read from the checkpoint."""
     notes = [part.note] if part.note else []
     return replace(part, note="; ".join([*notes, *(f"recorded: {name}" for name in sources)]))

@@ -24,7 +24,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.sampling.agent_rows import ID_STEP
 from xray_runtime.methods.ppo.objectives import CANDIDATES, OBSERVATIONS, PPOObjective
 from xray_runtime.models.objectives import Predictions
-from xray_runtime.trust.iteration.updates import GRAD_NORM, Update
+from xray_runtime.trust.iteration.updates import GRAD_NORM, UpdateNumbers
 
 LOSSES = {
     "PolicyGradient": "policy gradient",
@@ -116,7 +116,7 @@ class SamplePath:
             )
         )
 
-    def end(self, update: Update) -> None:
+    def end(self, update: UpdateNumbers) -> None:
         """Take the norms of the whole steps."""
         for step in self.steps:
             step.whole_norm = float(update.steps["policy"][step.number][GRAD_NORM])

@@ -24,7 +24,7 @@ BeforeStep = Callable[[int, TextBatch, StepTotals, float], None]
 CHUNK_BYTES = 1 << 20
 
 
-class Update(EvidenceModel):
+class UpdateNumbers(EvidenceModel):
     """The numbers that an update computed, exactly."""
 
     steps: dict[str, list[dict[str, str]]]
@@ -68,7 +68,7 @@ class UpdateWatch:
             steps.append(answer)
         return answer
 
-    def result(self) -> Update:
+    def result(self) -> UpdateNumbers:
         """The update of the iteration that just ended."""
         steps = {
             role: [{name: repr(float(value)) for name, value in sorted(get(step).items())} for step in answers]
@@ -76,7 +76,7 @@ class UpdateWatch:
         }
         digests = {role: self._digests(role) for role in self._trained}
         weights, moments = ({role: both[n] for role, both in digests.items()} for n in (0, 1))
-        return Update(steps=steps, weights=weights, moments=moments)
+        return UpdateNumbers(steps=steps, weights=weights, moments=moments)
 
     def _digests(self, role: str) -> tuple[str, str]:
         directory = self._scratch / role
@@ -123,7 +123,7 @@ def differing(recorded: Mapping[str, Any], computed: Mapping[str, Any], what: st
     return None
 
 
-def differing_steps(recorded: Update, computed: Update, *, norms: bool) -> str | None:
+def differing_steps(recorded: UpdateNumbers, computed: UpdateNumbers, *, norms: bool) -> str | None:
     """The first number of an optimizer step that differs: a norm of the gradient, or another; None where all agree."""
     for role in sorted({*recorded.steps, *computed.steps}):
         then, now = recorded.steps.get(role, []), computed.steps.get(role, [])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.trust.synthetic import Lifecycle
 from xray_runtime.kernel.report.evaluations import (
-    Measured,
+    EvaluationResults,
     Number,
     as_json,
     figure,
@@ -24,10 +24,10 @@ from xray_runtime.methods.evaluate.kind import EVALUATE
 
 def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:
     found = [
-        Measured("ppl-sft", "a" * 64, "1", {"perplexity": Number(9.0, 8.0, 10.0)}),
-        Measured("ppl-ppo", "b" * 64, "1", {"perplexity": Number(7.0, 6.5, 7.5)}),
-        Measured("maths", "b" * 64, "2", {"pass_at_1": Number(0.25)}),
-        Measured("code", "b" * 64, "3", {"pass_at_1": Number(0.5)}),
+        EvaluationResults("ppl-sft", "a" * 64, "1", {"perplexity": Number(9.0, 8.0, 10.0)}),
+        EvaluationResults("ppl-ppo", "b" * 64, "1", {"perplexity": Number(7.0, 6.5, 7.5)}),
+        EvaluationResults("maths", "b" * 64, "2", {"pass_at_1": Number(0.25)}),
+        EvaluationResults("code", "b" * 64, "3", {"pass_at_1": Number(0.5)}),
     ]
     table = side_by_side(found, {"a" * 64: "sft"})
     assert table.columns == ["perplexity", "pass_at_1, maths", "pass_at_1, code"]
@@ -43,8 +43,10 @@ def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:
 
 def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
     found = [
-        Measured("e-1", "a" * 64, "1", {"win_rate by gold": Number(0.8, 0.7, 0.9), "kl": Number(2.0)}),
-        Measured("e-2", "b" * 64, "1", {"win_rate by gold": Number(0.6, 0.5, 0.7), "kl": Number(float("nan"))}),
+        EvaluationResults("e-1", "a" * 64, "1", {"win_rate by gold": Number(0.8, 0.7, 0.9), "kl": Number(2.0)}),
+        EvaluationResults(
+            "e-2", "b" * 64, "1", {"win_rate by gold": Number(0.6, 0.5, 0.7), "kl": Number(float("nan"))}
+        ),
     ]
     rate, kl = measures(side_by_side(found, {"a" * 64: "ppo-1", "b" * 64: "ppo-2"}))
     assert (rate.title, kl.title) == ("win rate by gold", "KL to the baseline, nats a reply")
@@ -60,7 +62,9 @@ def test_intervals_are_drawn_on_one_scale_with_no_difference_in_it() -> None:
 def test_what_was_before_stands_beside_what_is_after() -> None:
     numbers = {"distinct_2_before": Number(0.9), "distinct_2_after": Number(0.75), "gold_before": Number(0.25)}
     numbers |= {"gold_after": Number(0.5), "win_rate by x_before": Number(0.8, 0.7, 0.9), "lost_before": Number(3.0)}
-    [rate, variety, gold, lost] = measures(side_by_side([Measured("e", "a" * 64, "1", numbers)], {"a" * 64: "ppo"}))
+    [rate, variety, gold, lost] = measures(
+        side_by_side([EvaluationResults("e", "a" * 64, "1", numbers)], {"a" * 64: "ppo"})
+    )
     assert rate.title == "win rate by x_before"
     assert (variety.title, variety.rows[0][1]) == (
         "variety before → after, share of different word pairs",
@@ -86,7 +90,7 @@ def test_tags_have_columns_of_their_own(tmp_path: Path) -> None:
 
 def test_names_of_policies_stay_apart() -> None:
     names = {f"{number:064}": f"a-stage-with-a-rather-long-name-{number}" for number in range(40)}
-    found = [Measured("ppl", sha, "1", {"perplexity": Number(9.0, 8.0, 10.0)}) for sha in names]
+    found = [EvaluationResults("ppl", sha, "1", {"perplexity": Number(9.0, 8.0, 10.0)}) for sha in names]
     drawn = figure(side_by_side(found, names))
     assert drawn is not None
     drawn.draw_without_rendering()
@@ -99,7 +103,7 @@ def test_names_of_policies_stay_apart() -> None:
 def test_equal_measurements_share_a_column(tmp_path: Path) -> None:
     life = Lifecycle(tmp_path, tracking=False).whole()
 
-    def add(stage: str, policy: str, seed: int, nll: float) -> Measured:
+    def add(stage: str, policy: str, seed: int, nll: float) -> EvaluationResults:
         content = {"suite": "perplexity", "samples": 8, "nll": nll, "nll_ci95": [nll - 1, nll + 1]}
         roles = {"policy": policy, "prompts": "prepare"}
         files = {"benchmark.json": json.dumps(content).encode()}

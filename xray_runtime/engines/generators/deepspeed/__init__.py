@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from xray_runtime.engines.capabilities import GeneratorCapabilities
-from xray_runtime.engines.generator import Generator
+from xray_runtime.engines.generator import GenerationEngine
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling_config import MOST_REPORTED
 
@@ -23,8 +23,8 @@ class DeepSpeedInferenceConfig(GeneratorConfig):
     """DeepSpeed Inference."""
 
 
-class DeepSpeedInference(Generator):
-    """See `Generator`."""
+class DeepSpeedInference(GenerationEngine):
+    """See `GenerationEngine`."""
 
     config = DeepSpeedInferenceConfig
     capabilities = GeneratorCapabilities(tensor_parallel=True, top_logprobs=MOST_REPORTED)

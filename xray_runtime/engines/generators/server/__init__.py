@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xray_runtime.engines.capabilities import GeneratorCapabilities
-from xray_runtime.engines.generator import Generator
+from xray_runtime.engines.generator import GenerationEngine
 from xray_runtime.engines.generators.server.config import ServerConfig
 from xray_runtime.engines.sampling_config import MOST_REPORTED
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from xray_runtime.models.lora import LoRAConfig
 
 
-class Server(Generator):
-    """See `Generator`."""
+class Server(GenerationEngine):
+    """See `GenerationEngine`."""
 
     config = ServerConfig
     capabilities = GeneratorCapabilities(remote=True, bfloat16_on_gpu=True, own_models=True, top_logprobs=MOST_REPORTED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 from pydantic import model_validator
 
 from xray_runtime.engines.capabilities import GeneratorCapabilities, Transport
-from xray_runtime.engines.generator import DirectSender, Generator, MemoryPool, Receivers
+from xray_runtime.engines.generator import DirectSender, GenerationEngine, MemoryPool, Receivers
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling_config import MOST_REPORTED
 from xray_runtime.kernel.plugs import unsupported
@@ -50,8 +50,8 @@ class VLLMConfig(GeneratorConfig):
         return "bfloat16" if self.rounds_weights else super().precision(device)
 
 
-class VLLM(Generator):
-    """See `Generator`."""
+class VLLM(GenerationEngine):
+    """See `GenerationEngine`."""
 
     config = VLLMConfig
     capabilities = GeneratorCapabilities(

@@ -81,13 +81,13 @@ class _Dispatch:
         splits = sent.tolist(), got.tolist()
         expert = chosen.new_empty(sum(splits[1]))
         dist.all_to_all_single(expert, (chosen % self._own)[order], splits[1], splits[0], group=self._peers)
-        arrived = _Exchange.apply(hidden_states[token], *splits, self._peers)  # type: ignore[no-untyped-call]
+        arrived = _ExpertExchange.apply(hidden_states[token], *splits, self._peers)  # type: ignore[no-untyped-call]
         made = of_pairs(self._experts, self._compute, arrived, expert)
-        back = _Exchange.apply(made, *splits[::-1], self._peers)  # type: ignore[no-untyped-call]
+        back = _ExpertExchange.apply(made, *splits[::-1], self._peers)  # type: ignore[no-untyped-call]
         return summed(back, top_k_weights.flatten()[order], token, hidden_states)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExpertExchange(torch.autograd.Function):
     """Rows [N, H] for all peers → those of all peers [M, H]; gradients go the other way."""
 
     @staticmethod
