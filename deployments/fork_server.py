@@ -183,7 +183,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
 def import_torch() -> None:
     """Import what every stage and every kind of Workhorse needs."""
     prepare_imports(threads=1)
-    from xray_runtime.models import causal_lm, heads  # noqa: F401
+    from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
 
 
 def import_mlflow() -> None:
