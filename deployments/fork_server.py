@@ -4,10 +4,12 @@ Ray starts Python for each worker, which imports Ray (1 CPU second), a Workhorse
 more) or vLLM (7), and a stage torch, transformers and MLflow. Here a worker is the fork of a process that did so once,
 and shares its memory. The servers form a tree, whose branches start when the first worker needs them:
 
-    first server → torch and transformers, or nothing → each kind of libraries → each Ray and job, with Ray → workers
+    first server → each Ray and job, with Ray → torch and transformers → each kind of libraries
 
-Ray is imported last, since it reads the variables of its cluster and job once, at import. Ray starts `fork_client.py`
-in place of Python. Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
+Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import. A
+process has one Ray as a rule; for later ones the servers import Ray last, once for each kind of libraries, which takes
+more memory, and keep the libraries for the next Ray. Ray starts `fork_client.py` in place of Python. Android's zygote
+and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
 
 A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
 It ends with the process that started it.
@@ -47,8 +49,8 @@ from xray_runtime.kernel.gpus import has_driver
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
-RAY_STEP = 2
-"""Index of the step of a request's path that imports Ray."""
+RAY, TORCH = "ray", "torch"
+"""Steps of a request's path: `ray-RAYLET-JOB`, and torch with transformers. The others are named by their libraries."""
 WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
@@ -106,10 +108,14 @@ class WorkerRequest:
     output: list[int]
     """Its standard streams."""
 
-    def path(self) -> tuple[str, str, str]:
-        """The servers that it passes through after the first: torch, libraries, Ray and job."""
-        torch = "torch" if self.libraries else ""
-        return torch, self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
+    @property
+    def ray(self) -> str:
+        return "-".join([RAY, *(self.environment[name] for name in OF_A_RAY)])
+
+    def path(self, first_ray: str) -> tuple[str, ...]:
+        """The servers that it passes through after the first, whose first request was of `first_ray`."""
+        libraries = (TORCH, self.libraries) if self.libraries else ()
+        return (self.ray, *libraries) if self.ray == first_ray else (*libraries, self.ray)
 
     def close(self) -> None:
         for stream in self.output:
@@ -143,21 +149,24 @@ def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
                 return listener.accept()[0]
 
 
-def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> WorkerRequest:
+def serve(listener: socket.socket, address: str, path: tuple[str, ...] = (), first_ray: str = "") -> WorkerRequest:
     """Fork on request; returns only in the forked workers, each with its request.
 
     Args:
         path: the steps of `WorkerRequest.path` that this server has imported.
+        first_ray: `WorkerRequest.ray` of the first server's first request.
     """
     # Garbage collections would write to memory shared with the forks. No process waits for ended workers.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    raylet = int(os.environ[OF_A_RAY[0]]) if len(path) == RAY_STEP + 1 else None
+    raylet = int(os.environ[OF_A_RAY[0]]) if any(step.startswith(RAY) for step in path) else None
     started: set[str] = set()
     while True:
         with accept(listener, raylet) as connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             request = receive(connection)
-            if request.path() == path:
+            first_ray = first_ray or request.ray
+            wanted = request.path(first_ray)
+            if wanted == path:
                 if os.fork() == 0:
                     listener.close()
                     return request
@@ -165,7 +174,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
                 connection.sendall(fork_client.STARTED)
                 continue
             request.close()
-            longer = request.path()[: len(path) + 1]
+            longer = wanted[: len(path) + 1]
             elsewhere = "-".join([address, *longer])
             if elsewhere not in started:
                 # It listens before it imports: clients block until the imports finish.
@@ -174,48 +183,36 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
                 if os.fork() == 0:
                     listener.close()
                     connection.close()
-                    _import(request, len(path))
-                    return serve(other, address, longer)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    import_step(longer[-1], request)
+                    return serve(other, address, longer, first_ray)
                 other.close()
             connection.sendall(elsewhere.encode())
 
 
-def import_torch() -> None:
-    """Import what every stage and every kind of Workhorse needs."""
-    prepare_imports(threads=1)
-    from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
-
-
-def import_mlflow() -> None:
-    """Import what else a stage needs. It may also use libraries that no Workhorse does, as may a user's reward."""
-    for library in UNUSED:
-        sys.modules.pop(library, None)
-    importlib.import_module("mlflow")
-
-
-def import_plug(name: str) -> None:
-    """Import everything else that a Workhorse with this trainer or generator needs, on CPU."""
-    # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
-    sys.modules["ray"] = None  # type: ignore[assignment]
-    import_libraries(name, RuntimeConfig(), "cpu")
-    del sys.modules["ray"]
-
-
-def _import(request: WorkerRequest, step: int) -> None:
+def import_step(name: str, request: WorkerRequest) -> None:
     """Import what comes at this step of the request's path."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if step < RAY_STEP:
-        if request.libraries and step == 0:
-            import_torch()
-        elif request.libraries == STAGE:
-            import_mlflow()
-        elif request.libraries:
-            import_plug(request.libraries)
-        return
-    os.environ.clear()
-    os.environ |= request.environment
-    for module in WITH_RAY:
-        importlib.import_module(module)
+    if name.startswith(RAY):
+        os.environ.clear()
+        os.environ |= request.environment
+        for module in WITH_RAY:
+            importlib.import_module(module)
+    elif name == TORCH:
+        prepare_imports(threads=1)
+        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
+    elif name == STAGE:
+        # It may also use libraries that no Workhorse does, as may a user's reward.
+        for library in UNUSED:
+            sys.modules.pop(library, None)
+        importlib.import_module("mlflow")
+    else:
+        # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
+        ray = sys.modules.pop("ray", None)
+        sys.modules["ray"] = None  # type: ignore[assignment]
+        import_libraries(name, RuntimeConfig(), "cpu")
+        del sys.modules["ray"]
+        if ray is not None:
+            sys.modules["ray"] = ray
 
 
 def become_worker(request: WorkerRequest) -> None:

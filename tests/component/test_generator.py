@@ -124,6 +124,10 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, t
     many = generate(models, prompts.take([0, 1, 2, 3, 4, 5] * 20), 0)
     same(many.take(range(len(many) - NUM_PROMPTS, len(many))), first)
 
+    # On a CPU a generator that sleeps gives up the memory of its cache, and takes it again.
+    ray.get(models["generator"].sleep.remote())
+    same(generate(models, prompts, 0), first)
+
     # Log-probabilities are those of an independent forward, at the sampling temperature.
     asked = [ids.tolist() for ids in prompts.input_ids]
     rows = _with_replies(prompts, first)

@@ -39,11 +39,6 @@ from xray_runtime.models.reward_objective import RewardObjective
 NUM_STEPS = 6
 
 
-def response_lengths(rows: TextBatch) -> list[int]:
-    lengths: list[int] = (rows.input_ids.lengths - rows.prompt_lengths).tolist()
-    return lengths
-
-
 def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[list[float], list[float], dict[str, Any]]:
     """(losses, gradient norms, final weights) of a few SFT steps."""
     config = SFTConfig(lr=1e-2, grad_clip=0.5, engine=engine)

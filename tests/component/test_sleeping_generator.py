@@ -87,7 +87,7 @@ def sampler(device: Device) -> VLLMSampler:
         collective_rpc=lambda call: [["a"]],
         model_config=SimpleNamespace(get_vocab_size=lambda: 8),
     )
-    found._sleeps, found._stays_awake, found._asleep = True, False, set()
+    found._on_cpu, found._sleeps, found._stays_awake, found._asleep = False, True, False, set()
     found.sleep()
     device.log.clear()
     return found

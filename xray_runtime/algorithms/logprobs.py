@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Most logits that exist at a time: 64 MiB and 1 GiB in float32, and up to two tensors like them. A chunk moves the
 output layer's weight through a GPU's memory seven times; with 110 tokens, that took longer than their products."""
+SCORED_TOKENS = 512
+"""Most tokens of a chunk on a CPU where no gradient is wanted, so that more chunks compute nothing again."""
 NO_LOGPROB = -1e30
 """Stands for the log-probability of a token that cannot be: e to this is 0, and 0 times it is no NaN."""
 
@@ -85,20 +87,25 @@ def chunked_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_and_entropy(output_layer(hidden), targets, temperature)`, logits being made for a chunk at a time.
 
-    The backward pass computes a chunk's logits again instead of keeping them. Chunks depend on shapes alone; where all
-    logits are no more than `max_logits` there is one, which is kept.
+    The backward pass computes a chunk's logits again instead of keeping them. Chunks depend on shapes, and on whether
+    there will be a backward pass; where all logits are no more than `max_logits` there is one, which is kept.
 
     Args:
         output_layer: states [n, H] → logits [n, V].
         hidden: [N, H].
         targets: [N] or [N, k] int64.
         vocab_size: V.
-        max_logits: None: `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`.
+        max_logits: None: `MAX_LOGITS`, but no more than those of `SCORED_TOKENS` without a backward pass; on a GPU
+            `MAX_LOGITS_ON_GPU`.
 
     Returns:
         (logprobs of the targets' shape, entropy [N]).
     """
-    max_logits = max_logits or (MAX_LOGITS_ON_GPU if hidden.is_cuda else MAX_LOGITS)
+    scores = not torch.is_grad_enabled()
+    if max_logits is None:
+        max_logits = MAX_LOGITS_ON_GPU if hidden.is_cuda else MAX_LOGITS
+        if scores and not hidden.is_cuda:
+            max_logits = min(max_logits, SCORED_TOKENS * vocab_size)
 
     def chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(output_layer(states), ids, temperature)
@@ -107,7 +114,7 @@ def chunked_logprobs_and_entropy(
     if num_chunks <= 1:
         return chunk(hidden, targets)
     parts = [
-        checkpoint(chunk, states, ids, use_reentrant=False, preserve_rng_state=False)
+        chunk(states, ids) if scores else checkpoint(chunk, states, ids, use_reentrant=False, preserve_rng_state=False)
         for states, ids in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
     ]
     logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -60,6 +60,8 @@ class Generator(Workhorse):
     def sleep(self, synced_next: bool = False) -> None:
         """`Generation.sleep`."""
         self._engine.sleep(synced_next=synced_next)
+        if self.device.type == "cpu":
+            return_freed_memory()
 
     def wake_up(self) -> None:
         """`Generation.wake_up`."""

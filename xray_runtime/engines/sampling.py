@@ -131,5 +131,6 @@ class Sampler(Protocol):
         return
 
     def sleep(self, *, drop: bool = False) -> None:
-        """Free the GPU's memory until the next sample or update; with `drop`, without keeping the weights."""
+        """Free the GPU's memory until the next sample or update; with `drop`, without keeping the weights. On a CPU,
+        free what the next sample can take again."""
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -85,6 +86,13 @@ def return_freed_memory() -> None:
         arrow.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_pages(address: int, num_bytes: int) -> None:
+    """Return the whole pages of memory whose content nobody needs: they are zeros when they are used again."""
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def tighten_umask() -> None:

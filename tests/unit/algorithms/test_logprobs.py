@@ -184,6 +184,23 @@ def test_a_gpu_makes_more_logits_at_a_time(on_gpu: bool, chunks: int) -> None:
     assert len(seen) == chunks
 
 
+@pytest.mark.parametrize(("backward", "chunks"), [(False, [500, 500, 500]), (True, [1500])])
+def test_scores_are_made_of_fewer_tokens_at_a_time(backward: bool, chunks: list[int]) -> None:
+    """A chunk has at most 512 tokens where nothing would be computed again, and the scores are the same bits."""
+    layer, hidden = torch.nn.Linear(16, 64, bias=False), torch.randn(1500, 16)
+    targets, seen = torch.arange(1500) % 64, list[int]()
+
+    def output_layer(states: torch.Tensor) -> torch.Tensor:
+        seen.append(len(states))
+        return layer(states)
+
+    with torch.set_grad_enabled(backward):
+        found = chunked_logprobs_and_entropy(output_layer, hidden, targets, vocab_size=64)
+        whole = logprobs_and_entropy(layer(hidden), targets)
+    assert seen == chunks
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
 def test_no_tokens_are_no_chunk() -> None:
     layer = torch.nn.Linear(5, 40)
     found = chunked_logprobs_and_entropy(layer, torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), vocab_size=40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -12,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from tests.waiting import wait_until
 from xray_runtime.kernel import processes
-from xray_runtime.kernel.processes import TAG, kill_tagged, tagged, without_collection
+from xray_runtime.kernel.processes import TAG, kill_tagged, return_pages, tagged, without_collection
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -220,3 +222,19 @@ def test_an_import_runs_without_the_collector_which_is_then_as_before() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_whole_pages_are_returned_and_others_keep_what_they_hold() -> None:
+    def held() -> int:
+        return psutil.Process().memory_info().rss - psutil.Process().memory_info().shared
+
+    size = 2**26
+    memory = np.ones(size, np.uint8)
+    before = held()
+    # From within a page to within another.
+    return_pages(memory.ctypes.data + 5, size - 10)
+    assert before - held() > 0.9 * size
+    assert memory[:5].all()
+    assert memory[-5:].all()
+    assert memory.sum() < 2 * mmap.PAGESIZE
+    return_pages(memory.ctypes.data + 5, mmap.PAGESIZE - 10)  # no whole page

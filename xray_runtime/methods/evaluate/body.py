@@ -72,6 +72,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             setup = SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
             replies[side] = sample_policy(setup, prompts, columns, side, version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
+        # Beside what scores, memory is scarcest.
+        get(models["generator"].sleep.remote())
         kl = _kl(models, replies["after"])
         for side in SIDES:
             answers = replies[side]

@@ -17,6 +17,7 @@ from xray_runtime.engines.sampling_config import MOST_REPORTED
 from xray_runtime.engines.sync.versioned import Tensors
 from xray_runtime.engines.top_tokens import TopTokens
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.processes import return_pages
 from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.family import Heads, family_of
 
@@ -164,7 +165,7 @@ class VLLMSampler(Sampler):
         from xray_runtime.engines.generators.vllm import transfer
 
         transfer.register()
-        self._sleeps, self._stays_awake = runtime.generator_sleeps, False
+        self._sleeps, self._stays_awake, self._on_cpu = runtime.generator_sleeps, False, device == "cpu"
         self._asleep: set[str] = set()
         """Which of vLLM's `MEMORY` is freed."""
         if rank.world_size > 1:
@@ -191,8 +192,11 @@ class VLLMSampler(Sampler):
         engine.step = counted
 
     def sleep(self, *, drop: bool = False) -> None:
-        """With `runtime.generator_sleeps`, drop the KV cache and move the weights to host memory; `drop`: lose them."""
+        """With `runtime.generator_sleeps`, drop the KV cache and move the weights to host memory; `drop`: lose them. On
+        a CPU, give up the memory of the KV cache, which comes back as it is written."""
         self._stays_awake = False
+        if self._on_cpu and self._llm.reset_prefix_cache():
+            self._llm.collective_rpc(_return_cache)
         if self._sleeps and self._asleep != set(MEMORY):
             self._llm.sleep(level=2 if drop else 1)
             self._asleep = set(MEMORY)
@@ -233,7 +237,7 @@ class VLLMSampler(Sampler):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter
             )
-        if not self._stays_awake:
+        if self._sleeps and not self._stays_awake:
             self.sleep()
         replies = [_reply(output.outputs[0], num_top) for output in outputs]
         if recorded is None:
@@ -246,7 +250,7 @@ class VLLMSampler(Sampler):
         params = self._vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._wake(*MEMORY)
         outputs = self._llm.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
-        if not self._stays_awake:
+        if self._sleeps and not self._stays_awake:
             self.sleep()
         # Nothing is known of a row's first token.
         given = zip(rows, outputs, strict=True)
@@ -304,6 +308,13 @@ def _reply(completion: Any, num_top: int) -> Reply:
     ids = np.array(flat.token_ids, np.int32).reshape(shape)
     logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
     return Reply(token_ids, logprobs[:, 0].tolist(), top=TopTokens(ids[:, 1:], logprobs[:, 1:]))
+
+
+def _return_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        # The caches of layers may be views of one tensor.
+        memory = cache.untyped_storage()
+        return_pages(memory.data_ptr(), memory.nbytes())
 
 
 def _close_session(worker: Any) -> None:
