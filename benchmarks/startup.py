@@ -2,8 +2,9 @@
 
     python -m benchmarks.startup [configs/tiny.yaml] [--set key.path=value …] [--output runs/startup]
 
-The lifecycle runs as a person starts it, into a new directory, and then once more, wholly cached. A stage begins and ends as its run in MLflow does. `busy` is the processor time of all processes
-together, by that of all cores: where it is low, something waits.
+The lifecycle runs as a person starts it, into a new directory, and then once more, wholly cached. A stage begins and
+ends as its run in MLflow does. `busy` is the processor time of all processes together, by that of all cores: where it
+is low, something waits.
 """
 
 from __future__ import annotations
