@@ -41,7 +41,7 @@ GROUPS = {
     "models": "conversations families handles harness_task lag learner memory_model offline published_shards",
     "processes": "failures pool reservations signs staging",
     "vllm": "adapter_sync shared_base direct_sync fork_server generator generator_servers ipc_engine ipc_sizes serving "
-    "sleeping_generator",
+    "sleeping_generator vllm_routes",
     "ranks": "adapters fsdp2 layouts megatron non_finite options sequence_parallel",
     "prefect": "audit_and_promotion review suspension template_databases",
 }

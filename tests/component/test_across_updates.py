@@ -95,7 +95,7 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("transformers", marks=pytest.mark.long)])
 def test_replies_go_on_with_new_weights_and_a_replay_samples_the_same(
     cluster: None, tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:
@@ -125,6 +125,8 @@ def test_replies_go_on_with_new_weights_and_a_replay_samples_the_same(
     assert files(tmp_path / "replayed") == files(whole)
 
 
+# `test_failures` loses a rank, and unit tests this loop's generator.
+@pytest.mark.long
 def test_a_dead_generator_is_an_error_within_seconds(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     died: list[float] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,13 +77,28 @@ def run(spec: ModelSpec, batches: list[TextBatch], place: Path) -> tuple[LayoutR
     return collect(spec, ranks), adapters, [rank["reference"] for rank in ranks]
 
 
-@pytest.fixture(scope="module", params=[LORA, DORA], ids=["LoRA", "DoRA"])
-def alone(
-    request: pytest.FixtureRequest, tiny_model: Path, batches: list[TextBatch], tmp_path_factory: Any
-) -> tuple[LoRAConfig, LayoutRun, dict[str, torch.Tensor], Ragged]:
-    config, place = request.param, tmp_path_factory.mktemp("alone")
-    made, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, place)
-    return config, made, adapters, reference
+CONFIGS = {"LoRA": LORA, "DoRA": DORA}
+
+
+Alone = tuple[LoRAConfig, LayoutRun, dict[str, torch.Tensor], Ragged]
+
+
+@pytest.fixture(scope="module")
+def learned_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: Any) -> Callable[[str], Alone]:
+    """Kind of adapter → what one process learns, computed once."""
+
+    @functools.cache
+    def learn(kind: str) -> Alone:
+        config = CONFIGS[kind]
+        made, adapters, [reference] = run(adapted(tiny_model, config, {}), batches, tmp_path_factory.mktemp("alone"))
+        return config, made, adapters, reference
+
+    return learn
+
+
+@pytest.fixture(params=CONFIGS)
+def alone(request: pytest.FixtureRequest, learned_alone: Callable[[str], Alone]) -> Alone:
+    return learned_alone(request.param)
 
 
 def test_what_is_published_is_what_peft_merges(alone: Any, tiny_model: Path, tmp_path: Path) -> None:
@@ -107,24 +124,33 @@ def test_off_it_is_the_reference(alone: Any, tiny_model: Path, batches: list[Tex
     assert np.array_equal(frozen.score(rows).ref_logprobs.values, reference.values)
 
 
+LAYOUTS = {
+    "ZeRO-2 × 2": ZERO_2,
+    "ZeRO-3 × 2": ZERO_3,
+    "FSDP2 × 2": FSDP2,
+    "TP 2": TP,
+    "PP 2": PP,
+    "SP 2": SP,
+    "Megatron TP 2": TP | {"library": "megatron"},
+    "Megatron DP 2": {"library": "megatron", "num_workhorses": 2},
+}
+SHORT = {("LoRA", "FSDP2 × 2"), ("LoRA", "PP 2"), ("DoRA", "ZeRO-3 × 2"), ("DoRA", "TP 2")}
+"""Every way to cut weights, each with one kind of adapter; `test_megatron` has Megatron's."""
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("alone", "layout"),
     [
-        pytest.param(ZERO_2, id="ZeRO-2 × 2", marks=pytest.mark.long),
-        pytest.param(ZERO_3, id="ZeRO-3 × 2"),
-        pytest.param(FSDP2, id="FSDP2 × 2"),
-        pytest.param(TP, id="TP 2"),
-        pytest.param(PP, id="PP 2"),
-        pytest.param(SP, id="SP 2", marks=pytest.mark.long),
-        pytest.param(TP | {"library": "megatron"}, id="Megatron TP 2"),
-        pytest.param({"library": "megatron", "num_workhorses": 2}, id="Megatron DP 2", marks=pytest.mark.long),
+        pytest.param(kind, layout, marks=[] if (kind, layout) in SHORT else pytest.mark.long)
+        for kind, layout in itertools.product(CONFIGS, LAYOUTS)
     ],
+    indirect=["alone"],
 )
 def test_the_layout_does_not_show(
-    alone: Any, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
+    alone: Any, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: str
 ) -> None:
     config, made, adapters, reference = alone
-    spec = adapted(tiny_model, config, layout)
+    spec = adapted(tiny_model, config, LAYOUTS[layout])
     split, own, references = run(spec, batches, tmp_path)
     same(split, made)
     assert own.keys() == adapters.keys()
@@ -139,7 +165,7 @@ def test_the_layout_does_not_show(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(ZERO_2, id="ZeRO-2 × 2"),
+        pytest.param(ZERO_2, id="ZeRO-2 × 2", marks=pytest.mark.long),
         pytest.param(FSDP2, id="FSDP2 × 2"),
         pytest.param(ZERO_3, id="ZeRO-3 × 2", marks=pytest.mark.long),
         pytest.param(PP, id="PP 2", marks=pytest.mark.long),
@@ -205,7 +231,7 @@ def test_adapted_experts_are_published_as_peft_merges_them(mixture: Any, tmp_pat
         pytest.param(ZERO_3, id="ZeRO-3 × 2"),
         pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
         pytest.param({"library": "fsdp2", "num_workhorses": 2, "expert_parallel": 2}, id="EP 2"),
-        pytest.param(TP, id="TP 2"),
+        pytest.param(TP, id="TP 2", marks=pytest.mark.long),
     ],
 )
 def test_the_layout_of_adapted_experts_does_not_show(mixture: Any, tmp_path: Path, layout: dict[str, Any]) -> None:

@@ -129,6 +129,8 @@ def test_workers_start_without_a_server_that_was_killed(script: Any) -> None:
     assert json.loads(script.stdout.readline()) == []
 
 
+# The lifecycle under injected faults, which leaves nothing running, has these servers too.
+@pytest.mark.long
 def test_everything_ends_with_a_driver_that_is_killed(script: Any) -> None:
     pids = json.loads(script.stdout.readline())
     address = script.stdout.readline().strip()

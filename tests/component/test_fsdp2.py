@@ -141,7 +141,7 @@ def shared_experts(model: Path, ranks: int) -> ModelSpec:
     return spec_of(model, FSDP2 | {"num_workhorses": ranks, "expert_parallel": 2}, 32)
 
 
-@pytest.mark.parametrize(("ranks", "collapsed"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("ranks", "collapsed"), [pytest.param(2, False, marks=pytest.mark.long), (4, True)])
 def test_gradients_of_shared_experts_are_those_of_float64(
     tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int, collapsed: bool
 ) -> None:
@@ -224,7 +224,8 @@ def muon_alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pyt
     )
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.long  # the snapshot below is taken up by as many ranks
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_muon_steps_whole_matrices_however_they_are_sharded(
     muon_alone: LayoutRun, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, ranks: int
 ) -> None:

@@ -86,6 +86,7 @@ def _refuse(setting: Setting) -> dict[str, object]:
     raise ValueError("too small\nmore")
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_dies_or_fails_stops_no_other(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     steps = [

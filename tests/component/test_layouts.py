@@ -58,6 +58,7 @@ ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}
 TP = {"tensor_parallel": 2, "num_workhorses": 2}
 PP = {"pipeline_parallel": 2, "num_workhorses": 2}
 TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1}
+PP_DP = PP | {"num_workhorses": 4, "zero_stage": 1}
 ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
 MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
@@ -86,12 +87,13 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
         pytest.param(ZERO_3, id="ZeRO-3 × 2"),
         pytest.param(TP, id="TP 2", marks=pytest.mark.long),
         pytest.param(PP, id="PP 2", marks=pytest.mark.long),
-        pytest.param(ALL, id="TP 2 × PP 2 × DP 2"),
+        pytest.param(PP_DP, id="PP 2 × DP 2"),
+        pytest.param(ALL, id="TP 2 × PP 2 × DP 2", marks=pytest.mark.long),
         pytest.param(MEGATRON_DP, id="Megatron TP 2 × DP 2", marks=pytest.mark.long),
         pytest.param(FSDP2, id="FSDP2 × 2", marks=pytest.mark.long),
         pytest.param(SP | FSDP2, id="SP 2, FSDP2", marks=pytest.mark.long),
         pytest.param(SP | {"zero_stage": 0}, id="SP 2, ZeRO-0", marks=pytest.mark.long),
-        pytest.param(SP_DP | {"zero_stage": 1}, id="SP 2 × DP 2, ZeRO-1"),
+        pytest.param(SP_DP | {"zero_stage": 1}, id="SP 2 × DP 2, ZeRO-1", marks=pytest.mark.long),
         pytest.param(SP_DP | {"zero_stage": 2}, id="SP 2 × DP 2, ZeRO-2", marks=pytest.mark.long),
         pytest.param(SP_DP | {"zero_stage": 3}, id="SP 2 × DP 2, ZeRO-3", marks=pytest.mark.long),
         pytest.param(

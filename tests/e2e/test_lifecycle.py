@@ -24,14 +24,13 @@ from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.promotion import promote, review, roll_back
 
 FAULTS = {
-    "killed": [
-        Case(0, "supervisor", "kill", "sft", 1.0, damages="base"),
+    "killed": [Case(0, "supervisor", "kill", "sft", 1.0, damages="base"), Case(2, "raylet", "kill", "ppo-1", 1.0)],
+    "interrupted": [
         Case(1, "learner", "kill", "reward", 1.0),
-        Case(2, "raylet", "kill", "ppo-1", 1.0),
+        Case(3, "supervisor", "interrupt", "ppo-2", 1.0),
     ],
-    "interrupted": [Case(3, "supervisor", "interrupt", "ppo-2", 1.0)],
 }
-"""A killed command that finds a damaged checkpoint, a lost Workhorse and a lost Ray; an interrupted command.
+"""A killed command that finds a damaged checkpoint, and a lost Ray; a lost Workhorse and an interrupted command.
 `test_chaos` draws others."""
 COMPARED = (
     *("weights before", "replies", "log-probabilities", "rewards", "advantages", "loss", "gradient", "weights after"),
@@ -184,6 +183,7 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
         path.write_bytes(content)
 
 
+@pytest.mark.long  # the parts of a bundle are shown in unit tests, and a replay on the real engines above
 def test_an_iteration_is_replayed_from_its_bundle(first: Outcome, output: Path, tmp_path: Path) -> None:
     """…on the real engines, once the output directory that it came from is gone."""
     copy, bundle = tmp_path / "copy", tmp_path / "one.tar"

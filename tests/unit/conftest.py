@@ -7,15 +7,17 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from sqlalchemy import Engine, event
-from torch import Tensor
 
-from xray_runtime.kernel.store.seal import Seal, process_seal
 from xray_runtime.models.config import FreshBase
+
+# xdist's controller imports this file and runs no test, and its workers start after that: libraries wait for fixtures.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xray_runtime.kernel.store.seal import Seal
 
 TINY = FreshBase(
     vocab_size=300, hidden_size=32, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=48, max_positions=64
@@ -27,13 +29,18 @@ Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt ids, reply ids) of each row."""
 
 
-# Models this small only lose by a second thread, and seconds where cores are shared.
-torch.set_num_threads(1)
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Models this small only lose by a second thread, and seconds where cores are shared."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_disks() -> Iterator[None]:
     """No unit test cuts the power, and most of the time of a test with a store goes into waiting for the disk."""
+    from sqlalchemy import Engine, event
 
     def connected(connection: Any, _: Any) -> None:
         if isinstance(connection, sqlite3.Connection):
@@ -46,6 +53,16 @@ def _no_waiting_for_disks() -> Iterator[None]:
     event.remove(Engine, "connect", connected)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_files_in_the_users_memory() -> Iterator[None]:
+    """Each digest of a file of a test would else rewrite what this user's other processes know of their files."""
+    from xray_runtime.kernel.store import module_graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_graph, "keep_syntax", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     from xray_runtime.data.tokenizing import train_tokenizer
@@ -56,6 +73,8 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def make_lm(tiny_tokenizer: Any) -> Callable[[int], Any]:
     """Seed → a new Llama of three layers."""
+    import torch
+
     from xray_runtime.models.causal_lm import fresh_llama
 
     def make(seed: int) -> Any:
@@ -72,6 +91,7 @@ def make_lm(tiny_tokenizer: Any) -> Callable[[int], Any]:
 @pytest.fixture(scope="session")
 def as_rows() -> Callable[..., dict[str, Tensor]]:
     """Pairs → rows as objectives read them."""
+    import torch
 
     def make(pairs: Pairs) -> dict[str, Tensor]:
         return {
@@ -86,6 +106,8 @@ def as_rows() -> Callable[..., dict[str, Tensor]]:
 @pytest.fixture
 def intruder() -> Seal:
     """The seal of somebody who does not have the run's key."""
+    from xray_runtime.kernel.store.seal import process_seal
+
     made: Seal = process_seal.__wrapped__()
     return made
 

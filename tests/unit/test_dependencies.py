@@ -13,14 +13,16 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.source_trees import nodes
+
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("xray", "xray_runtime", "flows", "tasks", "deployments")
 
 
-def imported(source: str) -> set[str]:
+def imported(path: Path) -> set[str]:
     """Top-level names that a file imports, anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -62,7 +64,7 @@ def test_all_that_is_imported_is_a_dependency() -> None:
     missing = {}
     for folder in PRODUCT:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for name in imported(path.read_text(encoding="utf-8")) - set(sys.stdlib_module_names) - {*PRODUCT}:
+            for name in imported(path) - set(sys.stdlib_module_names) - {*PRODUCT}:
                 owners = distributions.get(name, [])
                 if not known.intersection(map(canonicalize_name, owners)):
                     missing[name] = path.relative_to(ROOT).as_posix()

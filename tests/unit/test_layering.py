@@ -14,21 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_trees import nodes, parsed
 from xray_runtime.engines.layouts import GENERATORS, TRAINERS
 
 ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def imported(path: Path) -> set[str]:
     """Full names of every absolute import in a file, also those inside functions."""
     names = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

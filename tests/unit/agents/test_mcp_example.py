@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from examples.agents import mcp_tools
 from tests.unit.agents.parts import World
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
@@ -16,6 +15,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_cal
 def test_a_tool_of_a_server_in_a_process_of_its_own_answers_the_policy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from examples.agents import mcp_tools  # the library takes a second, of this worker alone
+
     said = iter([CALL, "42"])
     world.generator.text = lambda seed: next(said)
     episode = world.open()

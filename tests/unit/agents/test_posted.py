@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from tests.unit.agents.parts import World
 from xray_runtime.agents.environments.answer_checks import as_step
@@ -52,6 +51,8 @@ def test_a_name_that_no_metric_can_have_costs_the_episode(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD_NAMES)
 def test_the_names_that_are_left_are_mlflows(name: str) -> None:
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
+
     assert read_posted({"value": 1, "info": {name: 1}}).info == {name: 1.0}
     metric = f"benchmark/rollout/info/{name}"
     _validate_metric_name(metric)

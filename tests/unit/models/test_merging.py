@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -102,6 +101,11 @@ def test_a_base_that_is_not_the_named_one_is_refused(store: Store, tmp_path: Pat
         pass
 
 
+def _open_and_die(adapter: Path) -> None:
+    with opened_model(adapter):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_whole_models_of_killed_processes_are_removed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,13 +113,10 @@ def test_the_whole_models_of_killed_processes_are_removed(
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    code = (
-        "import os, pathlib, signal, sys; from xray_runtime.models.merging import opened_model\n"
-        "with opened_model(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = os.environ | {"TMPDIR": str(place)}
-    killed = subprocess.run([sys.executable, "-c", code, str(one.path)], env=environment, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    process = multiprocessing.get_context("fork").Process(target=_open_and_die, args=(one.path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     [left] = place.iterdir()
     with opened_model(base.path):
         assert left.is_dir()  # so young that its process might not have locked it yet

@@ -54,7 +54,9 @@ def reader(lm: Any, directory: Path) -> PictureReader:
     return PictureReader(lm, directory / "base", [directory / "pictures"], load_tokenizer(directory / "base"))
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"])
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", "qwen3_vl", "smolvlm", pytest.param("idefics3", marks=pytest.mark.long)]
+)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base(tmp_path_factory.mktemp("vlm"), request.param)
 
@@ -123,7 +125,9 @@ def plain(directory: Path, messages: list[dict[str, Any]], ids: list[int], dtype
     return found.gather(1, torch.tensor(REPLY)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 2e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 1e-5), pytest.param(torch.float64, 2e-6, marks=pytest.mark.long)]
+)
 def test_scores_are_those_of_transformers(directory: Path, prompts: list[Any], dtype: torch.dtype, most: float) -> None:
     # In float64 too: transformers computes norms and rotary angles of this family in float32.
     ids = chat_format(load_tokenizer(directory / "base")).prompts(prompts)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -100,6 +101,11 @@ class _Search:
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self._workload, self._machine = workload, machine
         self._trained, self._frozen, self._sampled = map(workload.of_use, ALL_USES)
+        self._variants = [workload.with_options(checkpointing=True)]
+        if not all(role.options.checkpointing for role in self._trained):
+            self._variants.insert(0, workload)
+        # Every number of free GPUs asks for the same layouts.
+        self._choices_of = cache(lambda layout, shared: tuple(self._trained_choices(layout, shared=shared)))
 
     def plan(self, candidate: Candidate, placement: Placement) -> Plan:
         """The plan of a candidate."""
@@ -181,24 +187,21 @@ class _Search:
             yield Choice(Layout())
             return
         front: dict[tuple[int, ...], list[Choice]] = {}
-        variants = [workload.with_options(checkpointing=True)]
-        if not all(role.options.checkpointing for role in self._trained):
-            variants.insert(0, workload)
         for tp, pp in splits(self._trained, machine) if (sp := workload.sequence_parallel) == 1 else [(1, 1)]:
             most = min(groups_of(tp) // (pp * sp), workload.batch_size, MAX_RANKS // (tp * pp * sp))
             for dp in _counts(most, fewer):
                 for layout in trained_layouts(workload, tp, pp, dp):
-                    for choice in self._trained_choices(variants, layout, shared=shared):
+                    for choice in self._choices_of(layout, shared):
                         _keep(front.setdefault((tp, pp, dp) if fewer else (), []), choice)
         yield from (choice for choices in front.values() for choice in choices)
 
-    def _trained_choices(self, variants: Sequence[Workload], layout: Layout, *, shared: bool) -> Iterator[Choice]:
+    def _trained_choices(self, layout: Layout, *, shared: bool) -> Iterator[Choice]:
         """Choices with one layout: passes of more and more tokens, until they do not fit."""
         machine = self._machine
         each = [0.0 for _ in self._trained]
         if self._sampled:
             each = [score_seconds(role, layout, self._workload, machine) for role in self._trained]
-        for variant in variants:
+        for variant in self._variants:
             roles = variant.of_use("trained")
             for tokens in self._pass_tokens(layout.dp):
                 one = replace(variant, micro_batch_tokens=tokens)

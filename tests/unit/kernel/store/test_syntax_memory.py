@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,28 +39,41 @@ def digested(cache: Path) -> tuple[str, int]:
     return code, int(parsed)
 
 
-def test_another_process_parses_nothing_that_is_known(tmp_path: Path) -> None:
-    first, parsed = digested(tmp_path)
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
+    """What a first process said, and the memory that it wrote."""
+    cache = tmp_path_factory.mktemp("cache")
+    code, parsed = digested(cache)
+    (memory,) = (cache / "xray").iterdir()
+    return code, parsed, memory
+
+
+@pytest.fixture
+def memory(kept: tuple[str, int, Path], tmp_path: Path) -> Path:
+    """A copy of that memory, in the cache `tmp_path`."""
+    (tmp_path / "xray").mkdir(mode=0o700)
+    return Path(shutil.copy2(kept[2], tmp_path / "xray"))
+
+
+@pytest.mark.usefixtures("memory")
+def test_another_process_parses_nothing_that_is_known(kept: tuple[str, int, Path], tmp_path: Path) -> None:
+    first, parsed, _ = kept
     assert parsed > 0
     assert digested(tmp_path) == (first, 0)
 
 
 @pytest.mark.parametrize("damage", ["{ damaged", json.dumps({str(KL): 5}), "[" * 100_000, ""])
-def test_a_damaged_memory_is_not_read(tmp_path: Path, damage: str) -> None:
-    first = digested(tmp_path)
-    (memory,) = (tmp_path / "xray").iterdir()
+def test_a_damaged_memory_is_not_read(kept: tuple[str, int, Path], memory: Path, tmp_path: Path, damage: str) -> None:
     memory.write_text(damage)
-    assert digested(tmp_path) == first
+    assert digested(tmp_path) == kept[:2]
 
 
-def test_one_changed_byte_damages_a_memory(tmp_path: Path) -> None:
-    first, parsed = digested(tmp_path)
-    (memory,) = (tmp_path / "xray").iterdir()
+def test_one_changed_byte_damages_a_memory(kept: tuple[str, int, Path], memory: Path, tmp_path: Path) -> None:
     head, content = memory.read_text().split("\n")
     digest = re.search("[0-9a-f]{64}", content.partition(str(KL))[2])
     assert digest is not None
     memory.write_text(f"{head}\n{content.replace(digest[0], '0' * 64)}")
-    assert digested(tmp_path) == (first, parsed)
+    assert digested(tmp_path) == kept[:2]
 
 
 def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:

@@ -139,8 +139,16 @@ def _killed(kept: Path, iteration: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"oversample": 0.5}, {"samples_per_prompt": 2, "prompts_per_iteration": 2, "advantages": "rloo"}, PLAYED],
-    ids=["replies", "oversample", "groups", "environment"],
+    [
+        pytest.param({"oversample": 0.5}, id="oversample", marks=pytest.mark.long),
+        pytest.param(
+            {"samples_per_prompt": 2, "prompts_per_iteration": 2, "advantages": "rloo"},
+            id="groups",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({}, id="replies"),
+        pytest.param(PLAYED, id="environment"),
+    ],
 )
 def test_a_killed_run_keeps_what_had_ended_and_a_replay_follows_the_ledger(
     inputs: PPOInputs, tmp_path: Path, fields: dict[str, Any]
@@ -228,7 +236,7 @@ def with_validation(inputs: PPOInputs, data: Path) -> PPOInputs:
     return replace(inputs, prompts=Dataset(data))
 
 
-@pytest.mark.parametrize("fields", [{}, PLAYED], ids=["replies", "environment"])
+@pytest.mark.parametrize("fields", [{}, pytest.param(PLAYED, marks=pytest.mark.long)], ids=["replies", "environment"])
 def test_a_validation_says_which_version_it_scored(inputs: PPOInputs, tmp_path: Path, fields: dict[str, Any]) -> None:
     """It is of one version, while the replies beside it go on with several."""
     given = fields | {"validation": {"every": 2, "num_prompts": 2}, "ends_with_last": False}

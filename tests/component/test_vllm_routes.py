@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-
-from xray_runtime.engines.generators.vllm.routes import RecordedRequests
 
 
 class Router:
@@ -13,7 +13,14 @@ class Router:
         self.global_num_experts = num_experts
 
 
-def step(recorded: RecordedRequests, *rows: tuple[str, int, int], ids: list[int]) -> None:
+def requests(num_experts: int) -> Any:
+    # Only the worker that runs this needs vLLM.
+    from xray_runtime.engines.generators.vllm.routes import RecordedRequests
+
+    return RecordedRequests([Router(num_experts)] * 2)
+
+
+def step(recorded: Any, *rows: tuple[str, int, int], ids: list[int]) -> None:
     """A step of two layers, in which each token takes an expert: its id in the first layer, one more in the second."""
     first = torch.tensor(ids)[:, None]
     recorded.step = {layer: (first / 10 + layer, first + layer) for layer in range(2)}
@@ -21,7 +28,7 @@ def step(recorded: RecordedRequests, *rows: tuple[str, int, int], ids: list[int]
 
 
 def test_each_request_gets_its_own_tokens_in_order() -> None:
-    recorded = RecordedRequests([Router(256)] * 2)
+    recorded = requests(256)
     # Two prompts, then a token of each in another order, then a token of one; row 6 pads.
     step(recorded, ("0", 0, 3), ("1", 0, 2), ids=[1, 2, 3, 4, 5, 99])
     step(recorded, ("1", 2, 1), ("0", 3, 1), ids=[6, 7])
@@ -34,7 +41,7 @@ def test_each_request_gets_its_own_tokens_in_order() -> None:
 
 
 def test_a_preempted_request_keeps_the_routes_that_it_was_sampled_by() -> None:
-    recorded = RecordedRequests([Router(8)] * 2)
+    recorded = requests(8)
     step(recorded, ("0", 0, 2), ids=[1, 2])
     step(recorded, ("0", 2, 1), ids=[3])
     step(recorded, ("0", 0, 4), ids=[5, 5, 5, 4])
@@ -44,7 +51,7 @@ def test_a_preempted_request_keeps_the_routes_that_it_was_sampled_by() -> None:
 
 
 def test_tokens_without_routes_are_an_error() -> None:
-    recorded = RecordedRequests([Router(8)] * 2)
+    recorded = requests(8)
     with pytest.raises(RuntimeError, match="vLLM took a prefix from its cache"):
         step(recorded, ("0", 32, 2), ids=[1, 2])
     recorded.step = {0: (torch.ones(1, 1), torch.ones(1, 1))}
