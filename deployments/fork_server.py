@@ -199,7 +199,7 @@ def import_step(name: str, request: WorkerRequest) -> None:
             importlib.import_module(module)
     elif name == TORCH:
         prepare_imports(threads=1)
-        from xray_runtime.models import causal_lm, heads  # noqa: F401
+        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
     elif name == STAGE:
         # It may also use libraries that no Workhorse does, as may a user's reward.
         for library in UNUSED:
@@ -243,9 +243,11 @@ def main(address: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         request = serve(listen(address), address)
-    finally:
+    except SystemExit:
         if os.getpid() == owner:
             shutil.rmtree(directory, ignore_errors=True)
+        # Python would take a second to free what it imported, and the end of a run waits for that.
+        os._exit(0)
     become_worker(request)
 
 

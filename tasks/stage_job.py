@@ -127,6 +127,7 @@ class StageJob:
         spec, context = self._spec, self._context
         run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
         recorder = self._open_recorder(run)
+        restore = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
         self._energy = EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
@@ -156,6 +157,7 @@ class StageJob:
             run.finish("KILLED" if is_cancelled(error) else "FAILED", recorder.attempt)
             raise
         finally:
+            restore()
             self._energy.end()
             recorder.close()
         image = self._tracker.image(run.run_id, "training") if figure is not None else None
@@ -179,7 +181,6 @@ class StageJob:
             MIRRORS.get(self._spec.runtime.mirror),
         )
         self._progress.on_stop = recorder.interrupt
-        _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
         return recorder
 
     def _build(self, recorder: StageRecorder, mlflow_run_id: str) -> tuple[CheckpointRef, int]:
@@ -342,7 +343,10 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
             json.loads((built / results).read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def _on_sigterm(interrupt: Callable[[], None]) -> None:
-    """Let the stage make a snapshot when its worker is asked to end (a drained node, say)."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: interrupt())
+def _on_sigterm(interrupt: Callable[[], None]) -> Callable[[], object]:
+    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this:
+    between stages the worker ends."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
+    return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

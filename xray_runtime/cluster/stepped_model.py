@@ -31,7 +31,7 @@ class SteppedModel:
     def _no_steps(self) -> None:
         self._numbers, self._begun = itertools.count(), {}
 
-    @ray.method(concurrency_group=AHEAD)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=AHEAD)
     def begin_train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float) -> int:
         """Give the Workhorses an optimizer step over all rows; returns its number, for `end_train`. Also works while
         `end_train` waits for an earlier step."""

@@ -49,7 +49,7 @@ class Workhorse(FileReceiver):
 
     @without_collection()
     def _load_libraries(self, name: str) -> None:
-        from xray_runtime.models import causal_lm, heads  # noqa: F401
+        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
 
         import_libraries(name, self.runtime, resolve_device(self.runtime.device))
 

@@ -131,7 +131,8 @@ def test_an_abandoned_record_does_not_stay_running(tmp_path: Path, monkeypatch: 
     assert supervised([killed], tmp_path, monkeypatch)[:2] == (FAILED, 2)
     for output in (tmp_path, chosen):
         assert json.loads((output / "lifecycle.json").read_text())["status"] == "failed"
-        view, broken = read_log(output, Verifier(trusted_keys(output)))
+        lines, broken = read_log(output, Verifier(trusted_keys(output)))
+        view = lines.folded.view
         assert (broken, view.ended["0" * 32].status) == ([], "failed")
 
 

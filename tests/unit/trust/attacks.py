@@ -114,8 +114,8 @@ def on_disk(name: str, output: Path, other: Path) -> Outcome:
 def _findings(output: Path) -> set[Finding]:
     """The findings of an audit, and of the collection of a cycle, about the store and the signed log."""
     verifier = Verifier(trusted_keys(output))
-    log, broken = read_log(output, verifier)
-    return {*broken, *check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)}
+    lines, broken = read_log(output, verifier)
+    return {*broken, *check_recorded(open_lineage_store(output, None), lines.folded.view, verifier, hashing=True)}
 
 
 # Attacks on what is read before anything of it is published: verdicts on two models, and the records of cycles.

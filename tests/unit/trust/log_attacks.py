@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from securesystemslib.signer import SSlibKey
 
+from tests.unit.trust.long_logs import read_lines
 from tests.unit.trust.synthetic import NAME, Lifecycle, copied
 from tests.unit.trust.tampering import (
     ALIAS_BY_HAND,
@@ -27,7 +28,7 @@ from tests.unit.trust.tampering import (
 )
 from xray_runtime.kernel.evidence.envelope import new_private_key
 from xray_runtime.kernel.evidence.kinds.approval import LogApprovals
-from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, read_lines, view
+from xray_runtime.kernel.evidence.log import COSIGNED, END, LOG, view
 from xray_runtime.kernel.evidence.view import Left
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.trust import log

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.unit.kernel.store.published import IDENTITY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, keep_result
-from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
+from xray_runtime.kernel.evidence.lines import LogRecord, parse_line, read_signed_lines
 from xray_runtime.kernel.evidence.log import LOG
-from xray_runtime.kernel.evidence.view import START, Left
+from xray_runtime.kernel.evidence.view import START, Left, Line
 from xray_runtime.kernel.history.evidence import read_logged
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.trust.log import log_checkpoints, sign_line
@@ -28,6 +29,11 @@ def aged(output: Path, entries: int = ENTRIES) -> None:
             text = sign_line(output, LogRecord, Left(note=str(number)), files, private=private, previous=previous)
             file.write(text)
             previous, number = parse_line(1, text, LogRecord).sha256, number + 1
+
+
+def read_lines(output: Path) -> Iterator[Line]:
+    """The entries of a log, in order."""
+    return read_signed_lines(output / LOG, LogRecord)
 
 
 def stage(output: Path, number: int) -> None:

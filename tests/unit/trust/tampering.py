@@ -22,11 +22,12 @@ import pyarrow as pa
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
+from tests.unit.trust.long_logs import read_lines
 from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray_runtime.data.ledger import LedgerShard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
 from xray_runtime.kernel.evidence.envelope import PAYLOAD_TYPE, load_signer, new_private_key
-from xray_runtime.kernel.evidence.log import END, LOG, read_lines
+from xray_runtime.kernel.evidence.log import END, LOG
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
 from xray_runtime.trust.audit.mlflow_schema import COMPARED

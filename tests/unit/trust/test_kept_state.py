@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.trust.long_logs import aged, stage
+from tests.unit.trust.long_logs import aged, read_lines, stage
 from xray_runtime.kernel.evidence import kept_state, log
 from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.kept_state import STATE
@@ -23,7 +23,7 @@ from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawn
 from xray_runtime.kernel.evidence.kinds.witness import WitnessChosen
 from xray_runtime.kernel.evidence.layered import Layered, Rows
 from xray_runtime.kernel.evidence.lines import LogRecord, entry_kinds, parse_line
-from xray_runtime.kernel.evidence.log import LOG, LogTail, read_lines, view
+from xray_runtime.kernel.evidence.log import LOG, LogTail, view
 from xray_runtime.kernel.evidence.view import (
     START,
     Decision,

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trust.long_logs import read_lines
 from xray_runtime.kernel.evidence.envelope import Verifier
-from xray_runtime.kernel.evidence.log import LOG, digests, read_lines
+from xray_runtime.kernel.evidence.log import LOG, digests
 from xray_runtime.kernel.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.graph import CheckpointGraph
@@ -37,7 +38,8 @@ def chain(output: Path) -> list[dict[str, Any]]:
 
 
 def viewed(output: Path) -> LogView:
-    view, broken = read_log(output, Verifier(trusted_keys(output)))
+    lines, broken = read_log(output, Verifier(trusted_keys(output)))
+    view = lines.folded.view
     assert broken == []
     return view
 
@@ -154,7 +156,8 @@ def test_a_broken_entry_ends_what_the_log_vouches_for(tmp_path: Path) -> None:
         register(tmp_path, number)
     lines = (tmp_path / LOG).read_bytes().splitlines(keepends=True)
     (tmp_path / LOG).write_bytes(lines[0] + lines[2])
-    view, found = read_log(tmp_path, Verifier(trusted_keys(tmp_path)))
+    sound, found = read_log(tmp_path, Verifier(trusted_keys(tmp_path)))
+    view = sound.folded.view
     assert [(f.code, f.detail) for f in found] == [("log-broken", "it does not follow the entry before it")]
     assert view.decided["policy", "candidate"].version == "1"
 

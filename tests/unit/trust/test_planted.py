@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trust.long_logs import read_lines
 from tests.unit.trust.synthetic import Lifecycle
 from tests.unit.trust.tampering import restated
 from xray_runtime.kernel.evidence.envelope import new_private_key
-from xray_runtime.kernel.evidence.log import read_lines
 from xray_runtime.kernel.store.checkpoints import load_manifest
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.trust.attestation import open_store

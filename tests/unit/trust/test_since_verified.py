@@ -15,17 +15,20 @@ from tests.unit.trust.commands import xray
 from tests.unit.trust.synthetic import Lifecycle
 from tests.unit.trust.tampering import FAULTS, IN_MLFLOW, payload_of, rotated, signed, with_payload
 from xray_runtime.kernel.evidence.envelope import Verifier, new_private_key
+from xray_runtime.kernel.evidence.kept_state import write_state
 from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.history import audit_check
 from xray_runtime.kernel.history.reference import open_lineage_store
 from xray_runtime.kernel.store import digest_memory
 from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.trust.audit import verified
 from xray_runtime.trust.audit.checkpoints import Audit, audit
 from xray_runtime.trust.audit.checks import checkpoints
-from xray_runtime.trust.audit.verified import RECORD
-from xray_runtime.trust.keys import rotate
+from xray_runtime.trust.audit.verified import RECORD, STATE
+from xray_runtime.trust.keys import rotate, trust, trusted_keys
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.retention import plan_prune, prune
+from xray_runtime.trust.signing import make_key, public_bytes
 
 SEEN = {"file-changed", "signature-foreign", "key-exposed", "checkpoint-missing", "file-unsigned"}
 """Codes of the faults that are put in after an audit."""
@@ -83,7 +86,8 @@ def test_unchanged_checkpoints_are_not_read_again(fresh: Callable[[], Path], wor
     second = since(output)
     assert second.is_sound
     assert (second.unchanged, second.checkpoints) == (8, 8)
-    assert work == ["urn:xray:verified:v1"]
+    # The state of the log, by the directory's key and by one that is trusted.
+    assert work == ["urn:xray:verified:v1", *["urn:xray:log-state:v1"] * 2]
     (note,) = second.notes
     assert note.startswith("8 of 8 checkpoints are unchanged in size, inode and times")
 
@@ -125,6 +129,70 @@ def test_a_file_with_its_time_set_back_is_read(pattern: str, bare: Path) -> None
     flip_unseen(next(bare.glob(pattern)))
     result = since(bare)
     assert codes(result) == codes(audit(open_lineage_store(bare, None))) != set()
+
+
+def test_lines_of_the_log_that_the_last_audit_read_are_not_read_again(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    parse = audit_check.parse_line
+    monkeypatch.setattr(audit_check, "parse_line", lambda number, *rest: (read.append(number), parse(number, *rest))[1])
+    first = since(bare)
+    assert read == list(range(1, first.log.entries + 1))
+    read.clear()
+    assert since(bare).is_sound
+    assert read == []
+    decide(bare, action="decline", checkpoint=_sha(bare, "sft"))
+    second = since(bare)
+    assert (second.is_sound, read) == (True, [first.log.entries + 1])
+    assert second.log == audit(open_lineage_store(bare, None)).log
+
+
+def _without_records(output: Path, key: bytes) -> None:
+    """A state of the log that no longer names records, signed with `key`."""
+    trusted = trusted_keys(output)
+    lines, _ = audit_check.read_log(output, Verifier(trusted))
+    for name in [name for name in lines.folded.view.files if name.startswith("records/")]:
+        del lines.folded.view.files[name]
+    write_state(output / STATE, lines.folded, Verifier(trusted), key)
+
+
+def _of_a_trusted_key(output: Path) -> None:
+    private = output.parent / "friend.pem"
+    make_key(private)
+    private.with_suffix(".pub").write_bytes(public_bytes(private))
+    trust(output, private.with_suffix(".pub"))
+    # The keys that are trusted are those of the audit.
+    assert since(output).is_sound
+    _without_records(output, private.read_bytes())
+
+
+def _of_an_older_log(output: Path) -> None:
+    older = (output / STATE).read_bytes()
+    decide(output, action="decline", checkpoint=_sha(output, "sft"))
+    assert since(output).is_sound
+    (output / STATE).write_bytes(older)
+
+
+STATES: dict[str, Callable[[Path], object]] = {
+    "gone": lambda output: (output / STATE).unlink(),
+    "empty": lambda output: (output / STATE).write_bytes(b""),
+    "another byte": lambda output: (output / STATE).write_bytes((output / STATE).read_bytes()[:-1] + b"!"),
+    "signed by a stranger": lambda output: _without_records(output, new_private_key()),
+    "signed by a trusted key": _of_a_trusted_key,
+    "of an older log": _of_an_older_log,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_the_log_that_does_not_count_is_not_believed(name: str, bare: Path) -> None:
+    """A record that is missing is a finding whatever stands in the audit's own file."""
+    assert since(bare).is_sound
+    STATES[name](bare)
+    assert since(bare).is_sound
+    STATES[name](bare)
+    next(bare.glob("records/sft-*/metrics.jsonl")).unlink()
+    assert codes(since(bare)) == {"run-changed"}
 
 
 def test_recently_changed_files_are_read_again(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:

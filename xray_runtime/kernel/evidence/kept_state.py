@@ -107,16 +107,16 @@ def with_line(again: Again, line: Line, view: LogView, text: bytes) -> Again:
     return (*again, KeptLine(line.number, len(view.decisions), text.decode()))
 
 
-def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines | None:
-    """The state that is kept beside the log `path`; None without one that can be used.
+def read_state(path: Path, own: Verifier, like: Verifier | None, *, whole: bool = False) -> FoldedLines | None:
+    """The state that is kept in the file `path`; None without one that can be used.
 
     Args:
         own: has the directory's key, which alone signs states: the holder of another that is trusted can append a line,
             which an audit reads, but must not replace what the lines say.
         like: it must have been made by a process that trusted these keys, and the directory's be one of them that
             signs today; None: whatever that trusted.
+        whole: everything in it will be read; by default, what is asked for.
     """
-    path = path.with_name(STATE)
     try:
         if not IS_KEPT or not os.path.lexists(path):
             return None
@@ -128,9 +128,9 @@ def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines 
             like.check(envelope)
         record = read_record(envelope, KeptStateRecord)
         kept, sha256 = record.predicate, hashlib.sha256(body).hexdigest()
-        if record.files != {STATE: sha256} or kept.code != _code() or (like is not None and kept.keys != like.keys):
+        if record.files != {path.name: sha256} or kept.code != _code() or (like is not None and kept.keys != like.keys):
             return None
-        view, again = _parsed(sha256, body)
+        view, again = _unpacked(body, whole=True) if whole else _parsed(sha256, body)
         head = Head.parse(kept.head)
         if view.head != head:
             return None
@@ -141,7 +141,7 @@ def read_state(path: Path, own: Verifier, like: Verifier | None) -> FoldedLines 
 
 
 def write_state(path: Path, folded: FoldedLines, verifier: Verifier, private: bytes) -> None:
-    """Keep the state of the log `path`, whose lines up to there were all checked with `verifier`."""
+    """Keep the state of a log, whose lines up to there were all checked with `verifier`, in the file `path`."""
     if not IS_KEPT:
         return
     body = _content(folded)
@@ -154,8 +154,8 @@ def write_state(path: Path, folded: FoldedLines, verifier: Verifier, private: by
         signer=folded.signer,
         retired=sorted(folded.retired),
     )
-    statement = sign(KeptStateRecord.of(kept, {STATE: hashlib.sha256(body).hexdigest()}), private)
-    write_atomic(path.with_name(STATE), statement + body)
+    statement = sign(KeptStateRecord.of(kept, {path.name: hashlib.sha256(body).hexdigest()}), private)
+    write_atomic(path, statement + body)
 
 
 MAPPINGS: dict[str, type[SignedEntry] | None] = {
@@ -193,12 +193,22 @@ _NEWEST: dict[str, tuple[LogView, list[KeptLine]]] = {}
 
 def _parsed(sha256: str, body: bytes) -> tuple[LogView, list[KeptLine]]:
     """The content of a state that was checked."""
-    if sha256 in _NEWEST:
-        return _NEWEST[sha256]
+    if sha256 not in _NEWEST:
+        _NEWEST.clear()
+        _NEWEST[sha256] = _unpacked(body, whole=False)
+    return _NEWEST[sha256]
+
+
+def _unpacked(body: bytes, *, whole: bool) -> tuple[LogView, list[KeptLine]]:
     rows = Rows(body)
     rest = json.loads(rows.get(REST, REST) or "{}")
     heads, again = rest["heads"], [KeptLine(*line) for line in rest["again"]]
-    mappings: dict[str, Any] = {name: Layered(rows, name, _reader(kind)) for name, kind in MAPPINGS.items()}
+    mappings: dict[str, Any] = {
+        name: {key: _reader(kind)(text) for key, text in rows.items(name)}
+        if whole
+        else Layered(rows, name, _reader(kind))
+        for name, kind in MAPPINGS.items()
+    }
     view = LogView(
         heads=[heads[at : at + DIGEST] for at in range(0, len(heads), DIGEST)],
         decisions=[Decision.model_construct(**one) for one in rest["decisions"]],
@@ -207,8 +217,6 @@ def _parsed(sha256: str, body: bytes) -> tuple[LogView, list[KeptLine]]:
         **mappings,
     )
     view.states = _states(view, again)
-    _NEWEST.clear()
-    _NEWEST[sha256] = view, again
     return view, again
 
 

@@ -86,11 +86,10 @@ class ChainCheck:
 
     Args:
         verifier: None does not check signatures.
-        verified: the signatures of so many lines were checked before.
     """
 
-    def __init__(self, verifier: Verifier | None, verified: int = 0) -> None:
-        self._verifier, self._verified = verifier, verified
+    def __init__(self, verifier: Verifier | None) -> None:
+        self._verifier = verifier
         self._previous, self.signer, self.retired = START, "", frozenset[str]()
 
     def resume(self, previous: str, signer: str, retired: frozenset[str]) -> None:
@@ -103,10 +102,7 @@ class ChainCheck:
             raise ChainProblem(line.number, "it does not follow the entry before it")
         if self._verifier is not None:
             try:
-                if line.number > self._verified:
-                    key = self._verifier.check(line.envelope, line.entry.at)
-                else:
-                    [key] = line.envelope.signatures
+                key = self._verifier.check(line.envelope, line.entry.at)
             except ValueError as problem:
                 raise ChainProblem(line.number, str(problem)) from None
             # A retired key signs no later entry, whatever time the entry claims.
@@ -117,9 +113,9 @@ class ChainCheck:
         self._previous = line.sha256
 
 
-def sound_lines(lines: Iterable[Line], verifier: Verifier | None, verified: int = 0) -> Iterator[Line]:
+def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Line]:
     """The lines, each once `ChainCheck` has checked it. Raises ChainProblem where the next one is not sound."""
-    check = ChainCheck(verifier, verified)
+    check = ChainCheck(verifier)
     for line in lines:
         check(line)
         yield line

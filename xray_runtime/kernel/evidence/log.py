@@ -27,16 +27,15 @@ from typing import Any, BinaryIO
 
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier, load_public
-from xray_runtime.kernel.evidence.kept_state import FoldedLines, read_state, with_line, write_state
+from xray_runtime.kernel.evidence.kept_state import STATE, FoldedLines, read_state, with_line, write_state
 from xray_runtime.kernel.evidence.lines import (
     MAX_BYTES,
     ChainCheck,
     ChainProblem,
     LogRecord,
     parse_line,
-    read_signed_lines,
 )
-from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+from xray_runtime.kernel.evidence.view import LogView, SignedEntry
 from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
@@ -106,7 +105,7 @@ class LogTail:
             own = Verifier([TrustedKey(load_public(read_bounded(self._path.parent / PUBLIC_KEY)))])
         except (OSError, ValueError):
             return
-        kept = read_state(self._path, own, self._verifier)
+        kept = read_state(self._path.with_name(STATE), own, self._verifier)
         if kept is not None and kept.offset <= size and self._has(file, kept):
             self._restart(kept)
 
@@ -119,7 +118,7 @@ class LogTail:
             if view.head.entries - self._num_kept >= every:
                 check = self._check
                 where = (view, self._offset, self._last_bytes, check.signer, check.retired, self._again)
-                write_state(self._path, FoldedLines(*where), self._verifier, private)
+                write_state(self._path.with_name(STATE), FoldedLines(*where), self._verifier, private)
                 self._num_kept = view.head.entries
 
     def _catch_up(self, file: BinaryIO) -> None:
@@ -166,11 +165,6 @@ def _tail(output: Path) -> LogTail:
 def view(output: Path) -> LogView:
     """The log as far as it can be read; an audit says whether that is all, and whether it is signed."""
     return _tail(output).view()
-
-
-def read_lines(output: Path) -> Iterator[Line]:
-    """The entries of a log, in order, as `read_signed_lines`."""
-    return read_signed_lines(output / LOG, LogRecord)
 
 
 def last_entries(output: Path, state: LogView) -> Iterator[SignedEntry]:

@@ -5,6 +5,7 @@ The audit runs every check that is registered; the meanings of findings and the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +14,21 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from xray_runtime.kernel.evidence.envelope import Verifier
-from xray_runtime.kernel.evidence.lines import ChainProblem, sound_lines
-from xray_runtime.kernel.evidence.log import LOG, read_lines
-from xray_runtime.kernel.evidence.view import EMPTY, Head, Line, LogView
+from xray_runtime.kernel.evidence.kept_state import FoldedLines, with_line
+from xray_runtime.kernel.evidence.lines import (
+    MAX_BYTES,
+    ChainCheck,
+    ChainProblem,
+    LogRecord,
+    parse_line,
+    sound_lines,
+)
+from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.evidence.view import Head, Line, LogView
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.plugs import Registry
-from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
 
 RECOMPUTE = (
     "Restore the directory from a copy (`xray fetch`, where there is a shared store), or move it away and run the "
@@ -134,34 +143,71 @@ class Chain(Protocol):
 
 
 def add_sound_lines(
-    view: Chain, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str, verified: int = 0
+    view: Chain, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str
 ) -> list[Finding]:
-    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code.
-
-    Args:
-        verified: the signatures of so many lines were checked before.
-    """
+    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code."""
     try:
-        for line in sound_lines(lines, verifier, verified):
+        for line in sound_lines(lines, verifier):
             view.add(line)
     except ValueError as error:
-        number = f" {error.number}" if isinstance(error, ChainProblem) else ""
-        return [Finding(f"{name}{number}", code, str(error))]
+        return [_broken(error, name, code)]
     return []
 
 
-def read_log(output: Path, verifier: Verifier | None, verified: Head = EMPTY) -> tuple[LogView, list[Finding]]:
-    """(state that the sound entries describe, findings).
+def _broken(error: ValueError, name: str, code: str) -> Finding:
+    number = f" {error.number}" if isinstance(error, ChainProblem) else ""
+    return Finding(f"{name}{number}", code, str(error))
+
+
+class CheckedLines(NamedTuple):
+    """The lines of a log that an audit checked."""
+
+    folded: FoldedLines
+    sha256: str
+    """Of their bytes."""
+
+
+def read_log(
+    output: Path, verifier: Verifier | None, checked: CheckedLines | None = None
+) -> tuple[CheckedLines, list[Finding]]:
+    """(the sound lines of the log, findings).
 
     Args:
-        verified: the signatures of the lines that lead to this head were checked before.
+        checked: lines that need no other check, if the log begins with the same bytes.
     """
-    view = LogView()
-    findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken", verified.entries)
-    # A line's digest stands for all lines before it: those of another log are checked.
-    if view.lacks(verified) is not None:
-        view = LogView()
-        findings = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
+    try:
+        content = read_bounded(output / LOG, MAX_BYTES) if os.path.lexists(output / LOG) else b""
+    except OSError as error:
+        return CheckedLines(FoldedLines(), ""), [Finding(LOG, "log-broken", f"it cannot be read ({error.strerror})")]
+    except ValueError as error:
+        return CheckedLines(FoldedLines(), ""), [Finding(LOG, "log-broken", str(error))]
+    begin = FoldedLines()
+    digest = hashlib.sha256()
+    if checked is not None:
+        digest.update(memoryview(content)[: checked.folded.offset])
+        if digest.hexdigest() == checked.sha256:
+            begin = checked.folded
+        else:
+            digest = hashlib.sha256()
+    folded, findings = _fold(begin, content, verifier)
+    digest.update(memoryview(content)[begin.offset : folded.offset])
     if not os.path.lexists(output / LOG):
         findings.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
-    return view, findings
+    return CheckedLines(folded, digest.hexdigest()), findings
+
+
+def _fold(begin: FoldedLines, content: bytes, verifier: Verifier | None) -> tuple[FoldedLines, list[Finding]]:
+    """(the sound lines in the bytes of a log that begins with these lines, findings)."""
+    view, check = begin.view.copy(), ChainCheck(verifier)
+    if view.heads:
+        check.resume(view.heads[-1], begin.signer, begin.retired)
+    offset, last_bytes, again, findings = begin.offset, begin.last_bytes, begin.again, list[Finding]()
+    try:
+        for number, text in enumerate(content[offset:].splitlines(keepends=True), view.head.entries + 1):
+            line = parse_line(number, text, LogRecord)
+            check(line)
+            view.add(line)
+            offset, last_bytes, again = offset + len(text), len(text), with_line(again, line, view, text)
+    except ValueError as error:
+        findings = [_broken(error, LOG, "log-broken")]
+    return FoldedLines(view, offset, last_bytes, check.signer, check.retired, again), findings

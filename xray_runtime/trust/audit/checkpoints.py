@@ -16,7 +16,7 @@ from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier
 from xray_runtime.kernel.evidence.kinds.witness import LogWitness
 from xray_runtime.kernel.evidence.view import EMPTY, Head
 from xray_runtime.kernel.graph.artifacts import Benchmark, Evaluation
-from xray_runtime.kernel.history.audit_check import CHECKS, AuditCheck, Audited, Finding, read_log
+from xray_runtime.kernel.history.audit_check import CHECKS, AuditCheck, Audited, CheckedLines, Finding, read_log
 from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.trust.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
@@ -100,7 +100,8 @@ def audit(
     trusted = _trusted(store, public, found)
     verifier = Verifier(trusted) if trusted else None
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
-    log, broken = read_log(store.output, verifier, baseline.verified_head if baseline else EMPTY)
+    lines, broken = read_log(store.output, verifier, baseline.checked if baseline else None)
+    log = lines.folded.view
     found += broken
     result.log = log.head
     result.is_witnessed = bool(witness or log.state(LogWitness).chosen)
@@ -125,7 +126,7 @@ def audit(
     found += _findings(audited, on_progress)
     result.findings = sorted(set(found))
     if baseline is not None:
-        result.notes = _baseline_notes(store, result, trusted, baseline)
+        result.notes = _baseline_notes(store, result, trusted, baseline, lines)
     return result
 
 
@@ -156,7 +157,9 @@ def _of_node(audited: Audited, node: Node, checks: Sequence[AuditCheck]) -> list
         return [Finding(node.name, "file-changed", f"it cannot be read ({error.strerror})")]
 
 
-def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey], baseline: Baseline) -> list[str]:
+def _baseline_notes(
+    store: LineageStore, result: Audit, trusted: list[TrustedKey], baseline: Baseline, log: CheckedLines
+) -> list[str]:
     """Notes on skipped checkpoints; writes a record for the next audit where all is sound."""
     if baseline.reason:
         notes = [f"everything was read: {baseline.reason}"]
@@ -168,7 +171,7 @@ def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey
         ]
     problem = "something was found"
     if result.is_sound:
-        problem = write_record(store.output, store.graph, trusted, baseline, result.log)
+        problem = write_record(store.output, store.graph, trusted, baseline, log)
     return [*notes, *([f"nothing is recorded for the next audit: {problem}"] if problem else [])]
 
 

@@ -1,7 +1,8 @@
 """The record of a sound audit, so that the next one may skip what has not changed since.
 
-    verified.json   for each checkpoint its digest, its parents, and the state of every file and folder in it; a signed
-                    statement whose subject is the end of the log
+    verified.json    for each checkpoint its digest, its parents, and the state of every file and folder in it; a signed
+                     statement whose subject is the end of the log
+    verified.state   the state that the log described then, in the form of `kernel.evidence.kept_state`
 
 A state is type, size, inode and both times (modification, and last change of the inode). A write through the file
 system changes the last of them, which cannot be set back. A clock that was set back, a write to the raw disk and
@@ -9,7 +10,7 @@ decayed bits are not noticed; so an audit skips checkpoints only on request.
 
 A record counts only if a key that signs today signed it, and if it is about this directory, this version of X-ray and
 the keys that are trusted now. An older record put in its place only makes the audit read more. Later audits check that
-the log still has the entry in which it ended then.
+the log still begins with the same bytes, and then take the state that these bytes described from the second file.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from xray_runtime.kernel.evidence.envelope import (
     InTotoRecord,
     TrustedKey,
     Verifier,
+    load_public,
     read_envelope,
     read_record,
     sign,
 )
-from xray_runtime.kernel.evidence.log import LOG
-from xray_runtime.kernel.evidence.view import EMPTY, Head
+from xray_runtime.kernel.evidence.kept_state import FoldedLines, read_state, write_state
+from xray_runtime.kernel.evidence.log import LOG, PUBLIC_KEY
+from xray_runtime.kernel.evidence.view import Head
 from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.history.audit_check import CheckedLines
 from xray_runtime.kernel.history.graph import CheckpointGraph
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.digest_memory import shows_changes
@@ -46,7 +50,7 @@ from xray_runtime.kernel.store.manifest import Sha256
 from xray_runtime.trust.provenance import package_digest
 from xray_runtime.trust.signing import has_signing_key, require_agent, signing_key
 
-RECORD = "verified.json"
+RECORD, STATE = "verified.json", "verified.state"
 MAX_BYTES = 2**30
 """A record has some 400 bytes for each checkpoint."""
 
@@ -73,6 +77,8 @@ class Verified(EvidenceModel):
     """By directory name."""
     log: str
     """The head of the log (`log.Head`)."""
+    log_bytes: Sha256
+    """sha256 of the log up to there."""
 
 
 class VerifiedRecord(InTotoRecord[Verified]):
@@ -93,11 +99,8 @@ class Baseline:
     """Digests of the checkpoints that are skipped."""
     head: Head | None = None
     """The end of the log then."""
-
-    @property
-    def verified_head(self) -> Head:
-        """The end of the log up to which signatures need no second check."""
-        return self.head if self.head is not None and not self.reason else EMPTY
+    checked: CheckedLines | None = None
+    """The lines of the log then, if their state was kept."""
 
 
 def read_baseline(output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey]) -> Baseline:
@@ -118,6 +121,9 @@ def read_baseline(output: Path, graph: CheckpointGraph, trusted: Sequence[Truste
         baseline.reason = first_line(error)
         return baseline
     baseline.whole = record.whole
+    folded = _read_state(output, trusted)
+    if folded is not None and folded.view.head == baseline.head:
+        baseline.checked = CheckedLines(folded, record.log_bytes)
     for sha256, node in graph.nodes.items():
         entry = record.checkpoints.get(node.directory.name)
         if entry is not None and (entry.sha256, entry.state) == (sha256, states[node.directory.name]):
@@ -137,9 +143,10 @@ def last_head(output: Path, trusted: Sequence[TrustedKey]) -> Head | None:
 
 
 def write_record(
-    output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey], baseline: Baseline, head: Head
+    output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey], baseline: Baseline, log: CheckedLines
 ) -> str:
     """Record that all of this is sound; returns why it was not recorded, or an empty text."""
+    head = log.folded.view.head
     if not has_signing_key(output):
         return "the private key that would sign it is not here"
     try:
@@ -157,7 +164,10 @@ def write_record(
             if (state := baseline.states.get(node.directory.name)) is not None
         },
         log=str(head),
+        log_bytes=log.sha256,
     )
+    if log.folded.again is not None and (baseline.checked is None or baseline.checked.folded.view.head != head):
+        write_state(output / STATE, log.folded, Verifier(trusted), private.read_bytes())
     write_atomic(output / RECORD, sign(VerifiedRecord.of(verified, {LOG: head.sha256}), private.read_bytes()))
     return ""
 
@@ -173,6 +183,15 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Verified:
         return read_record(envelope, VerifiedRecord).predicate
     except ValueError as error:
         raise ValueError(f"{RECORD} was not written by an audit of this version") from error
+
+
+def _read_state(output: Path, trusted: Sequence[TrustedKey]) -> FoldedLines | None:
+    """The state of the log that an audit kept, if the directory's own key signed it."""
+    try:
+        own = Verifier([TrustedKey(load_public(read_bounded(output / PUBLIC_KEY)))])
+    except (OSError, ValueError):
+        return None
+    return read_state(output / STATE, own, Verifier(trusted), whole=True)
 
 
 def _keys(trusted: Sequence[TrustedKey]) -> dict[str, str | None]:

@@ -41,7 +41,7 @@ def broken(output: Path, *known: str) -> set[str]:
     graph.nodes |= dict.fromkeys((MODEL, *known))  # type: ignore[arg-type]
     verifier = Verifier(trusted_keys(output))
     store = LineageStore(output, graph, None)
-    found = check_recorded(store, read_log(output, verifier)[0], verifier, hashing=True)
+    found = check_recorded(store, read_log(output, verifier)[0].folded.view, verifier, hashing=True)
     return {f"{finding.code} {finding.subject.removeprefix(RECORDED + '/')}" for finding in found}
 
 

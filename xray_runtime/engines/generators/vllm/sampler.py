@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,9 @@ def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
 def load_vllm(device: str, *, reproducible: bool = False) -> Any:
     """Import vLLM with the settings that it reads at import."""
     os.environ |= environment(device, reproducible=reproducible)
+    if device == "cpu" and (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        # It read the setting when it was imported.
+        dynamo.config.disable = True
     import vllm
     import vllm.entrypoints.llm
 

@@ -30,6 +30,7 @@ from xray_runtime.kernel.store.snapshots import SNAPSHOTS, snapshot_problem, sna
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.kernel.tracking.recorder import RECORDS
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
+from xray_runtime.trust.audit.verified import RECORD, STATE as VERIFIED_STATE
 from xray_runtime.trust.bills import CROISSANT
 from xray_runtime.trust.published_log import SOURCE
 
@@ -39,7 +40,16 @@ MAX_FILE_BYTES = 2**30
 """Larger than any file that a run leaves for people: the log has no sizes, and a sparse file claims any."""
 ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, COSIGNED, STATE, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
+    *(
+        "keys",
+        "config.yaml",
+        "search.yaml",
+        f"{LIFECYCLE}{SEALED}",
+        RECORD,
+        VERIFIED_STATE,
+        "mlflow.db",
+        "digests.sqlite",
+    ),
     *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
     *(RECORDED, WITHDRAWN, SOURCE, CROISSANT),
 }
