@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.methods.ppo.recorder import FakeRecorder
-from tests.unit.methods.training import test_sft
-from tests.unit.methods.training.test_sft import SIZES, Learner
+from tests.unit.methods.training.sft_loop import SIZES, Learner, make_sft_inputs
 from xray_runtime.cluster.protocols import Ready
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import Scores, StepTotals, TextBatch
@@ -22,7 +21,6 @@ from xray_runtime.methods.sft import body as sft
 from xray_runtime.methods.sft.config import SFTConfig, SFTValidation
 from xray_runtime.methods.sft.kind import SFTInputs
 
-inputs = test_sft.inputs
 STEPS, BATCH, EVERY = 40, 2, 7
 
 
@@ -73,6 +71,11 @@ class SeldomRecorder(FakeRecorder):
 
     def snapshot_due(self, step: int) -> bool:
         return step % EVERY == 0 or step >= self.stop
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> SFTInputs:
+    return make_sft_inputs(tmp_path)
 
 
 def trained(inputs: SFTInputs, out: Path, recorder: type[FakeRecorder], newest: Snapshot | None = None) -> Any:
