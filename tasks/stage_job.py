@@ -344,9 +344,8 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> Callable[[], object]:
-    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this:
-    between stages the worker ends."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
-    return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
+        return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    return lambda: None
