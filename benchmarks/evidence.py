@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import machine, table
 from xray_runtime.kernel.evidence import kept_state, log
@@ -46,7 +47,7 @@ def lifecycle(number: int) -> Iterator[tuple[SignedEntry, dict[str, str]]]:
     sha256 = hashlib.sha256(str(number).encode()).hexdigest()
     yield Left(note="config"), {"config.yaml": sha256}
     facts, tags = {"seed": number, "project": "xray-tiny"}, {"xray.output": "/" * 40}
-    run = {"run_id": sha256[:32], "name": "xray-tiny seed 0", "experiment": "xray-tiny", "tracking": ""}
+    run: dict[str, Any] = {"run_id": sha256[:32], "name": "xray-tiny seed 0", "experiment": "xray-tiny", "tracking": ""}
     yield RunBegan(**run, run_directory="", facts=facts, params=sha256, tags=tags), {}
     for stage in STAGES:
         directory = f"{stage}-{sha256[:12]}"

@@ -308,3 +308,20 @@ def test_a_model_returns_what_it_keeps_where_a_generator_sleeps(
     assert len(returned) == takes_turns
     learner.score(TextBatch(input_ids=Ragged.of([[5, 9, 7]]), prompt_lengths=np.array([1])))
     assert len(returned) == 2 * takes_turns
+
+
+def test_steps_that_are_begun_ahead_follow_one_another(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    """Three steps that were begun before any was waited for give the answers and weights of three that were not."""
+    batches = [text(num_rows=4, seed=number) for number in range(3)]
+    spec = ModelSpec(tiny_model, SFTObjective(), training=SFTConfig(lr=1e-2))
+    with open_models(RUNTIME, tmp_path / "logs", {"waits": spec, "ahead": spec}) as models:
+        totals = [StepTotals(tokens=float(rows.num_response_tokens())) for rows in batches]
+        calls = [models["ahead"].train.remote(*given, 1e-2) for given in zip(batches, totals, strict=True)]
+        ahead = ray.get(calls)
+        waited = [ray.get(models["waits"].train.remote(*given, 1e-2)) for given in zip(batches, totals, strict=True)]
+        for role, model in models.items():
+            ray.get(model.save.remote(tmp_path / role))
+    assert ahead == waited
+    assert len({answer["nll"] for answer in ahead}) == len(batches)
+    weights = [load_file(tmp_path / role / "model.safetensors") for role in models]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

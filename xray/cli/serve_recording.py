@@ -98,7 +98,7 @@ def start(recording: RecordingOptions, store: LineageStore, logs: Path) -> Recor
 
     private = signing_key(store.output)
     verifier = Verifier(trusted_keys(store.output))
-    findings = [*check_recorded(store, read_log(store.output, verifier)[0], verifier, hashing=False)]
+    findings = [*check_recorded(store, read_log(store.output, verifier)[0].folded.view, verifier, hashing=False)]
     if findings:
         raise NotServedError(f"--record: {findings[0].subject}: {findings[0].detail}; see `xray recorded`")
     settings = RecorderSettings(

@@ -65,7 +65,9 @@ class ModelProxy:
         return self.model.reference.remote(self._scattered(rows))
 
     def _train(self, rows: TextBatch, totals: StepTotals, lr: float) -> Ref[dict[str, float]]:
-        return self.model.train.remote(self._scattered(rows), totals, lr)
+        """Steps may be begun while earlier ones run; any other call only once all have answered."""
+        begun = self.model.begin_train.remote(self._scattered(rows), totals, lr)
+        return self.model.end_train.remote(cast("int", begun))  # Ray reads it
 
     def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[ReplyBatch]:
         """Prompts are spread by predicted tokens."""

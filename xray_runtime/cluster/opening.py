@@ -24,6 +24,7 @@ from xray_runtime.cluster.pool.nodes import note_placement, same_node
 from xray_runtime.cluster.pool.placement import device
 from xray_runtime.cluster.pool.pool import find_worker_pool
 from xray_runtime.cluster.protocols import ModelHandle, WholeModelHandle, get_all
+from xray_runtime.cluster.stepped_model import AHEAD
 from xray_runtime.cluster.types import WorkerInfo
 from xray_runtime.cluster.whole_model import WholeModel
 from xray_runtime.cluster.workhorse import Workhorse
@@ -171,7 +172,7 @@ def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
     if isinstance(spec, ModelSpec):
         # The objective in it brings torch and transformers: 2 CPU seconds, which a fork has behind it.
         options |= worker_options(spec.libraries)
-    model: WholeModelHandle = ray.remote(WholeModel).options(**options).remote()
+    model: WholeModelHandle = ray.remote(concurrency_groups={AHEAD: 1})(WholeModel).options(**options).remote()
     return model
 
 

@@ -143,7 +143,8 @@ class WholeModelHandle(_WithoutRows, Protocol):
 
     score: RemoteMethod[[Scattered[TextBatch]], Scores]
     reference: RemoteMethod[[Scattered[TextBatch]], Scores]
-    train: RemoteMethod[[Scattered[TextBatch], StepTotals, float], dict[str, float]]
+    begin_train: RemoteMethod[[Scattered[TextBatch], StepTotals, float], int]
+    end_train: RemoteMethod[[int], dict[str, float]]
     generate: RemoteMethod[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: RemoteMethod[[WholeModelHandle, int], str | None]
     ping: RemoteMethod[[], None]

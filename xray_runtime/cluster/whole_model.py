@@ -5,7 +5,6 @@ A call is scattered over the Workhorses and their answers are merged. Calls to d
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -24,8 +23,9 @@ from xray_runtime.cluster.progress import find_progress
 from xray_runtime.cluster.protocols import Ref, Scattered, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.cluster.published_model import PublishedModel
 from xray_runtime.cluster.staging import FileStager, merge_copy
+from xray_runtime.cluster.stepped_model import SteppedModel
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepTotals, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sync.route import Device, Route, choose_route
@@ -47,7 +47,7 @@ K = TypeVar("K", bound=ColumnBatch)
 
 
 @plain_errors
-class WholeModel(PublishedModel):
+class WholeModel(PublishedModel, SteppedModel):
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
@@ -86,6 +86,7 @@ class WholeModel(PublishedModel):
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
         self._spec, self._workhorses, self._num_replicas, self._routes = spec, workhorses, num_replicas, {}
+        self._no_steps()
         layout = spec.layout
         self._topology = Topology(data=len(workhorses)) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
@@ -135,21 +136,6 @@ class WholeModel(PublishedModel):
         answers = self._scatter(rows, lambda w, shard: w.reference.remote(shard))
         self._check_finite(answers, self._reporting())
         return _in_order(answers, rows)
-
-    def train(self, rows: Scattered[TextBatch], totals: StepTotals, lr: float) -> dict[str, float]:
-        """One optimizer step over all rows; answers with sums over the rows and `grad_norm`.
-
-        If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
-        first rank with such a loss.
-        """
-        stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr))
-        sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
-        # Every rank has the same norm.
-        sums["grad_norm"] = stats[0]["grad_norm"]
-        for rank, statistics in zip(self._reporting(), stats, strict=True):
-            if not all(math.isfinite(value) for name, value in statistics.items() if name != "grad_norm"):
-                return sums | {"refused_by": float(rank)}
-        return sums
 
     def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> ReplyBatch:
         """`Generator.generate` with a shard of the prompts a replica; replies in order. Raises NonFiniteError: a
@@ -309,8 +295,11 @@ class WholeModel(PublishedModel):
 
     def _scatter(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, TextBatch], Ref[T]]) -> list[T]:
         """The answer of each replica. All Workhorses of a replica get the same rows; one answers for it."""
-        answers = self._get([call(w, rows.shard(self._topology.data_rank(r))) for r, w in enumerate(self._workhorses)])
+        answers = self._get(self._shards(rows, call))
         return [answers[rank] for rank in self._reporting()]
+
+    def _shards(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, TextBatch], Ref[T]]) -> list[Ref[T]]:
+        return [call(w, rows.shard(self._topology.data_rank(r))) for r, w in enumerate(self._workhorses)]
 
     def _call(self, call: Callable[[WorkhorseHandle], Ref[T]]) -> list[T]:
         """The answer of every Workhorse, in order of rank."""

@@ -24,15 +24,15 @@ SAMPLING = Sampling(4, 1.0, (1,), 0)
 class Calls:
     """`calls.NAME.remote(…)` calls `target.NAME(…)`; a reference among its arguments is read, as Ray does."""
 
-    def __init__(self, target: Any, reads: bool) -> None:
-        self._target, self._reads = target, reads
+    def __init__(self, target: Any) -> None:
+        self._target = target
 
     def __getattr__(self, name: str) -> Any:
         function: Callable[..., Any] = getattr(self._target, name)
 
         class Method:
             def remote(_, *args: Any) -> Ready[Any]:
-                given = [arg.value if self._reads and isinstance(arg, Ready) else arg for arg in args]
+                given = [arg.value if isinstance(arg, Ready) else arg for arg in args]
                 return Ready(function(*given))
 
         return Method()
@@ -62,12 +62,13 @@ def opened(monkeypatch: pytest.MonkeyPatch, layout: Any, num_workhorses: int) ->
     monkeypatch.setattr(handles.ray, "put", Ready)
     workhorses = [Workhorse() for _ in range(num_workhorses)]
     model: Any = WholeModel()
-    model._role, model._workhorses = "policy", [Calls(each, reads=True) for each in workhorses]
+    model._role, model._workhorses = "policy", [Calls(each) for each in workhorses]
     samples = isinstance(layout, GeneratorConfig)
+    model._no_steps()
     model._num_replicas = num_workhorses if samples else 1
     model._topology = Topology(data=num_workhorses) if samples else Topology.of(layout)
     model._get = lambda refs, ranks=None: [ref.value for ref in refs]
-    return ModelProxy(Calls(model, reads=False), "policy", layout, num_workhorses), workhorses  # type: ignore[arg-type]
+    return ModelProxy(Calls(model), "policy", layout, num_workhorses), workhorses  # type: ignore[arg-type]
 
 
 def rows_of(count: int, length: int = 3) -> PolicyBatch:
@@ -86,6 +87,17 @@ def test_answers_come_back_in_the_order_of_the_rows(monkeypatch: pytest.MonkeyPa
         # What models do not read stays with the caller.
         assert all(list(given.columns()) == ["input_ids", "prompt_lengths", "id"] for given in workhorse.given)
         assert [len(given) for given in workhorse.given] == [len(workhorse.given[0])] * 2
+
+
+def test_a_step_is_begun_before_the_one_before_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is that of its own step, in whatever order they are read."""
+    proxy, workhorses = opened(monkeypatch, FrozenConfig(num_workhorses=2), 2)
+    model = proxy.model._target  # type: ignore[attr-defined]
+    sizes = [3, 5, 2]
+    numbers = [model.begin_train(proxy._scattered(rows_of(size)), {}, 1e-3) for size in sizes]
+    assert [len(given) for given in workhorses[0].given] == [2, 3, 1]
+    assert [model.end_train(n)["policy_loss"] for n in reversed(numbers)] == [2.0, 5.0, 3.0]
+    assert not model._begun
 
 
 def test_only_small_shards_travel_inside_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def command(
         verifier = Verifier(trusted_keys(output, public_key))
     except ValueError as error:
         raise ConfigError(f"--public-key: {error}") from None
-    log = read_log(output, verifier)[0]
+    log = read_log(output, verifier)[0].folded.view
     findings = sorted(set(check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)))
     broken = {finding.subject for finding in findings}
     # Segments that no sound chain names are not shown.

@@ -6,7 +6,6 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ class RatedConversation:
     """witty, interesting, upbeat, each 1 to 10."""
 
 
-@lru_cache(maxsize=1)
 def chitchat_conversations() -> list[RatedConversation]:
     """The 7,168 conversations of the chitchat-dataset package, consecutive messages of one person merged."""
     spec = importlib.util.find_spec("chitchat_dataset")

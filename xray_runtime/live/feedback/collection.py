@@ -63,10 +63,10 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
     """
     output = lineage.output
     verifier = evidence().verifier(output)
-    log, damages = read_log(output, verifier)
+    lines, damages = read_log(output, verifier)
     audited = Audited(
         store=lineage,
-        log=log,
+        log=lines.folded.view,
         is_log_sound=not damages,
         nodes=(),
         changed=(),

@@ -167,6 +167,7 @@ class _Distillation(Method):
     rows: _ReplyRows
     heldout_rows: TaughtBatch
     name = "distill"
+    asks_model = True
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         rows = self.rows.taught(index, self.models)

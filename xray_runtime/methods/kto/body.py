@@ -102,6 +102,7 @@ class _KTO(Method):
     """Numbers of the replies that `validation` leaves out."""
     counts: dict[str, float]
     name = "kto"
+    asks_model = True
 
     def batch(self, index: np.ndarray) -> tuple[TextBatch, StepTotals]:
         numbers = self.trained[index]

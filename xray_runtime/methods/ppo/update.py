@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, TrainingStep
+from xray_runtime.methods.common.training.steps import BegunStep, Learning, SkippedSteps, Stepper, TrainingStep
 from xray_runtime.methods.ppo.experience import Experience
 from xray_runtime.methods.ppo.objectives import OBSERVATIONS
 
@@ -56,23 +57,35 @@ class Updater:
             RuntimeError: a model has more ranks than there are replies with a reward.
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
-        config, count = self._config, experience.num_rows
+        count = experience.num_rows
         num_minibatches = self._num_minibatches(count)
-        epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
         steps: list[TrainingStep] = []
         times_trained, stopped_early = np.zeros(count, np.int32), False
-        for epoch, parts in zip(range(config.epochs), epochs, strict=False):
-            for number, index in enumerate(parts):
-                at = (iteration * config.epochs + epoch) * self._per_epoch + number
-                step = self._step(experience.rows.take(index), at, kl_coef)
-                steps.append(step)
-                times_trained[index] += step.taken
-                stopped_early = step.taken and self._moved_too_far(step)
-                if stopped_early:
-                    break
+        for index, step in self._steps(experience, num_minibatches, iteration, kl_coef):
+            steps.append(step)
+            times_trained[index] += step.taken
+            stopped_early = step.taken and self._moved_too_far(step)
             if stopped_early:
                 break
         return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained)
+
+    def _steps(
+        self, experience: Experience, num_minibatches: int, iteration: int, kl_coef: float
+    ) -> Iterator[tuple[np.ndarray, TrainingStep]]:
+        """(places of its rows, step), all epochs. A step is begun before the one before it has ended, unless that may
+        be the last."""
+        config, begun = self._config, deque[tuple[np.ndarray, BegunStep]]()
+        ahead = 1 if config.stop_kl is None else 0
+        epochs = minibatches(self._stage, experience.rows, num_minibatches, iteration)
+        for epoch, parts in zip(range(config.epochs), epochs, strict=False):
+            for number, index in enumerate(parts):
+                at = (iteration * config.epochs + epoch) * self._per_epoch + number
+                begun.append((index, self._begin(experience.rows.take(index), at, kl_coef)))
+                if len(begun) > ahead:
+                    index, oldest = begun.popleft()
+                    yield index, self._stepper.end(oldest)
+        for index, oldest in begun:
+            yield index, self._stepper.end(oldest)
 
     def _num_minibatches(self, num_replies: int) -> int:
         """Fewer minibatches than planned if few replies have a reward."""
@@ -83,9 +96,9 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, rows: PolicyBatch, at: int, kl_coef: float) -> TrainingStep:
+    def _begin(self, rows: PolicyBatch, at: int, kl_coef: float) -> BegunStep:
         rows = BranchRows.of(rows, rows.branches).rows if "branches" in rows else rows
-        return self._stepper.step(at, rows, step_totals(self._config, rows, kl_coef))
+        return self._stepper.begin(at, rows, step_totals(self._config, rows, kl_coef))
 
     def _moved_too_far(self, step: TrainingStep) -> bool:
         limit, moved = self._config.stop_kl, step.results["policy"].sums["approx_kl_sum"] / step.totals.tokens

@@ -156,6 +156,21 @@ def test_a_critic_of_its_own_learns_beside_the_policy(inputs: PPOInputs, tmp_pat
     assert recorder.points[0]["value/grad_norm"] == 3.0
 
 
+def test_steps_begun_ahead_are_those_that_were_waited_for(inputs: PPOInputs, tmp_path: Path) -> None:
+    """Without `stop_kl` no answer can end the update, so each step begins before the one before has answered."""
+    given: dict[str, Any] = {"iterations": 2, "epochs": 3, "critic": "separate"}
+    waits, ahead = (World(seconds={"train": 1.0}) for _ in range(2))
+    first = attempt(inputs, tmp_path / "waits", waits, stop_kl=100.0, **given)
+    second = attempt(inputs, tmp_path / "ahead", ahead, stop_kl=None, **given)
+    np.testing.assert_equal([*map(plain, ahead.batches)], [*map(plain, waits.batches)])
+    assert ahead.calls[:-2] == waits.calls[:-2]  # the last two save into other directories
+    points = [
+        [{k: v for k, v in p.items() if not k.startswith(("seconds", "speed"))} for p in r.points]
+        for r in (first, second)
+    ]
+    assert points[0] == points[1]
+
+
 def test_groups_are_compared_without_a_critic(inputs: PPOInputs, tmp_path: Path) -> None:
     """Two prompts with two replies each: the same four rows as above, and each group's advantages sum to 0."""
     world = World()

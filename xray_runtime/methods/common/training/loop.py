@@ -18,7 +18,7 @@ from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics
+from xray_runtime.methods.common.training.steps import BegunStep, Learning, SkippedSteps, Stepper, StepStatistics
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
@@ -41,6 +41,8 @@ class Method:
     """A method's part of the loop. Its metrics are `name/…`."""
 
     name: ClassVar[str]
+    asks_model: ClassVar[bool] = False
+    """Whether `batch` asks the model that is trained."""
     evaluations: ClassVar[int] = 8
     """How often held-out rows are evaluated, spread over the steps; the last step is always followed by it."""
 
@@ -88,21 +90,33 @@ def training_loop(
     done = state.restore()
     if not done and (first := method.first_metrics()):
         recorder.metrics(first, 0)
-    for number in range(done, steps):
-        start = time.perf_counter()
-        index = np.array(cursor.take(config.batch_size))
+
+    def begin(number: int) -> tuple[np.ndarray, TextBatch, BegunStep, float]:
+        start, index = time.perf_counter(), np.array(cursor.take(config.batch_size))
         rows, totals = method.batch(index)
-        step = stepper.step(number, rows, totals)
+        return index, rows, stepper.begin(number, rows, totals), start
+
+    ahead, ended = None, 0.0
+    for number in range(done, steps):
+        index, rows, begun, start = ahead or begin(number)
+        evaluates = number + 1 == steps or number % max(steps // method.evaluations, 1) == 0
+        validates = validation is not None and validation.is_due(number + 1, steps)
+        # The model goes on with the next step at once, unless something else asks for it first.
+        alone = method.asks_model or evaluates or validates or recorder.snapshot_due(number + 1)
+        ahead = None if alone else begin(number + 1)
+        step = stepper.end(begun)
+        start, ended = max(start, ended), time.perf_counter()
         result = step.results[role]
-        metrics = method.metrics(Trained(index, rows, totals, result, time.perf_counter() - start))
+        metrics = method.metrics(Trained(index, rows, step.totals, result, ended - start))
         metrics |= {f"{method.name}/grad_norm": result.grad_norm, f"{method.name}/lr": step.lr}
         metrics["speed/computed_tokens"] = result.computed_tokens
-        if number + 1 == steps or number % max(steps // method.evaluations, 1) == 0:
+        if evaluates:
             metrics |= method.heldout()
-        if best is not None and validation is not None and validation.is_due(number + 1, steps):
+        if best is not None and validates:
             found, score = method.validate()
             metrics |= found
             best.update(models, number + 1, score)
         recorder.metrics(skipped.metrics(metrics), number)
         recorder.progress(number + 1, steps, "steps", method.summary(metrics))
-        state.step_done(number + 1, steps)
+        if ahead is None:
+            state.step_done(number + 1, steps)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.cluster.protocols import ModelHandle, get_all
+from xray_runtime.cluster.protocols import ModelHandle, Ref, get_all
 from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.kernel.errors import NonFiniteError
 
@@ -122,25 +122,40 @@ class TrainingStep:
     """False: a model skipped it."""
 
 
+@dataclass(frozen=True)
+class BegunStep:
+    """A `TrainingStep` that is not waited for."""
+
+    number: int
+    lr: float
+    totals: StepTotals
+    calls: list[Ref[dict[str, float]]]
+
+
 class Stepper:
     """Takes a stage's optimizer steps, of which there are `steps`; `skipped` counts those that a model skips."""
 
     def __init__(self, stage: Stage[Any, Any], models: Sequence[Learning], steps: int, skipped: SkippedSteps) -> None:
         self._stage, self._models, self._steps, self._skipped = stage, models, steps, skipped
 
-    def step(self, number: int, rows: TextBatch, totals: StepTotals) -> TrainingStep:
-        """Step `number`, from 0, of all models at the same time.
+    def begin(self, number: int, rows: TextBatch, totals: StepTotals) -> BegunStep:
+        """Begin step `number`, from 0, of all models at the same time. Steps that were begun follow one another at
+        once; no model is asked for anything else before they have ended."""
+        rates = [learning_rate(self._stage.config, number, self._steps, peak=each.peak) for each in self._models]
+        calls = [each.model.train.remote(rows, totals, rate) for each, rate in zip(self._models, rates, strict=True)]
+        return BegunStep(number, rates[0], totals, calls)
+
+    def end(self, begun: BegunStep) -> TrainingStep:
+        """Wait for the oldest step that was begun.
 
         Raises:
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
-        rates = [learning_rate(self._stage.config, number, self._steps, peak=each.peak) for each in self._models]
-        calls = [each.model.train.remote(rows, totals, rate) for each, rate in zip(self._models, rates, strict=True)]
-        answers = get_all(calls)
-        pairs = zip(self._models, answers, strict=True)
+        pairs = zip(self._models, get_all(begun.calls), strict=True)
         results = {each.role: read_step(answer) for each, answer in pairs}
         # Each model steps or skips on its own, so all are counted.
         taken = [
-            self._skipped.check_step(self._stage, role, number, statistics) for role, statistics in results.items()
+            self._skipped.check_step(self._stage, role, begun.number, statistics)
+            for role, statistics in results.items()
         ]
-        return TrainingStep(rates[0], totals, results, all(taken))
+        return TrainingStep(begun.lr, begun.totals, results, all(taken))
