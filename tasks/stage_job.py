@@ -166,7 +166,6 @@ class StageJob:
         return result
 
     def _open_recorder(self, run: Any) -> StageRecorder:
-        shown = PAGE in self._context.tags
         recorder = StageRecorder(
             self._output,
             self._spec.name,
@@ -176,7 +175,9 @@ class StageJob:
             self._spec.runtime.snapshot_every,
             evidence().seal(self._output),
             self._store.shared,
-            (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
+            (lambda question: ask_person(self._spec.name, question, self._progress))
+            if PAGE in self._context.tags
+            else None,
             self._spec.runtime.snapshot_every_s,
             MIRRORS.get(self._spec.runtime.mirror),
         )
