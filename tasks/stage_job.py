@@ -127,8 +127,7 @@ class StageJob:
         spec, context = self._spec, self._context
         run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
         recorder = self._open_recorder(run)
-        restore = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
-        self._energy = EnergyMeter()
+        restore, self._energy = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError)), EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
             published = {checkpoint.path.name: checkpoint.sha256}
@@ -166,6 +165,7 @@ class StageJob:
         return result
 
     def _open_recorder(self, run: Any) -> StageRecorder:
+        shown = PAGE in self._context.tags
         recorder = StageRecorder(
             self._output,
             self._spec.name,
@@ -175,9 +175,7 @@ class StageJob:
             self._spec.runtime.snapshot_every,
             evidence().seal(self._output),
             self._store.shared,
-            (lambda question: ask_person(self._spec.name, question, self._progress))
-            if PAGE in self._context.tags
-            else None,
+            (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
             self._spec.runtime.snapshot_every_s,
             MIRRORS.get(self._spec.runtime.mirror),
         )
