@@ -49,7 +49,7 @@ DIGEST = "simulated"
 
 
 @dataclass
-class Sent:
+class CountedCalls:
     """Calls that would have gone to actors."""
 
     calls: int = 0
@@ -87,11 +87,11 @@ def _object(ref: ray.ObjectRef) -> Any:
 
 
 @dataclass(frozen=True)
-class Method:
+class CountedMethod:
     call: Callable[..., Any]
-    sent: Sent
+    sent: CountedCalls
 
-    def options(self, **_: Any) -> Method:
+    def options(self, **_: Any) -> CountedMethod:
         return self
 
     def remote(self, *arguments: Any, **fields: Any) -> Any:
@@ -103,14 +103,14 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Handle:
+class CountedHandle:
     """The handle of an object in this process, as that of an actor."""
 
     target: Any
-    sent: Sent
+    sent: CountedCalls
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(getattr(self.target, name), self.sent)
+    def __getattr__(self, name: str) -> CountedMethod:
+        return CountedMethod(getattr(self.target, name), self.sent)
 
 
 @dataclass
@@ -120,12 +120,12 @@ class Models:
     policy: ModelProxy
     reference: ModelProxy
     generator: ModelProxy
-    sent: Sent = field(default_factory=Sent)
+    sent: CountedCalls = field(default_factory=CountedCalls)
 
 
 def opened(num_workhorses: int, folder: Path) -> Models:
     """Half of the Workhorses train, a quarter samples, and the rest scores."""
-    shares, sent = Shares(num_workhorses), Sent()
+    shares, sent = Shares(num_workhorses), CountedCalls()
     runtime = RuntimeConfig(device="cpu", generator_replicas=shares.replicas)
     scored = shares.num_gpus - shares.policy - shares.replicas * shares.tensor_parallel
     layouts: dict[str, tuple[Any, int, int]] = {
@@ -139,22 +139,24 @@ def opened(num_workhorses: int, folder: Path) -> Models:
     }
     proxies = {}
     for role, (layout, count, replicas) in layouts.items():
-        spec = SimSpec(cast("Any", Layout(layout)), Part(1e6, count, {}), ROWS * num_workhorses, Scale(0.0, 1, 1))
-        workhorses = [Handle(FreeWorkhorse(runtime), sent) for _ in range(count)]
+        spec = SimSpec(
+            cast("Any", SimulatedLayout(layout)), Part(1e6, count, {}), ROWS * num_workhorses, Scale(0.0, 1, 1)
+        )
+        workhorses = [CountedHandle(FreeWorkhorse(runtime), sent) for _ in range(count)]
         model = WholeModel()
         model.build(role, runtime, folder, cast("Any", spec), cast("Any", workhorses), replicas, DIGEST)
-        proxies[role] = ModelProxy(cast("Any", Handle(model, Sent())), role, layout, replicas)
+        proxies[role] = ModelProxy(cast("Any", CountedHandle(model, CountedCalls())), role, layout, replicas)
     return Models(**proxies, sent=sent)
 
 
 @dataclass(frozen=True)
-class Layout:
+class SimulatedLayout:
     """A spec that has a layout and nothing else."""
 
     layout: Any
     adapter: None = None
 
-    def located(self, find: Callable[[Path], Path]) -> Layout:
+    def located(self, find: Callable[[Path], Path]) -> SimulatedLayout:
         return self
 
 
@@ -187,7 +189,7 @@ def iteration(models: Models, version: int, num_rows: int) -> dict[str, float]:
     return took
 
 
-def measure(num_workhorses: int, iterations: int) -> tuple[dict[str, float], Sent, float]:
+def measure(num_workhorses: int, iterations: int) -> tuple[dict[str, float], CountedCalls, float]:
     """(median seconds of each phase, what an iteration sends, seconds to open)."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.process_time()
@@ -196,7 +198,7 @@ def measure(num_workhorses: int, iterations: int) -> tuple[dict[str, float], Sen
         iteration(models, 1, ROWS * num_workhorses)
         models.sent.calls = models.sent.num_bytes = 0
         found = [iteration(models, 2 + number, ROWS * num_workhorses) for number in range(iterations)]
-    sent = Sent(models.sent.calls // iterations, models.sent.num_bytes // iterations)
+    sent = CountedCalls(models.sent.calls // iterations, models.sent.num_bytes // iterations)
     return {name: statistics.median(one[name] for one in found) for name in PHASES}, sent, open_s
 
 

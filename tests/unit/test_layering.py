@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,20 @@ def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
     found = rings(imports_of(files | {"xray_runtime.kernel.files": changed}))
     assert len(found) == 1
     assert {"xray_runtime.kernel.files", "xray_runtime.kernel.store.checkpoints"} <= next(iter(found))
+
+
+def shared_names(files: Iterable[Path]) -> list[str]:
+    """Names that classes of several files have."""
+    counts = Counter(node.name for path in files for node in parsed(path).body if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in counts.items() if count > 1)
+
+
+def test_each_class_has_a_name_of_its_own(tmp_path: Path) -> None:
+    files = [*modules().values(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+    assert shared_names(files) == []
+    other = tmp_path / "other.py"
+    other.write_text("class Handle: ...\n")
+    assert shared_names([*files, other]) == ["Handle"]
 
 
 def test_folders_keep_their_order() -> None:

@@ -72,7 +72,7 @@ class _Run:
         return [self.exited, *self.outputs, *([] if self.door is None else [self.door.fileno()])]
 
 
-class _Worker:
+class _AgentWorker:
     """The agents of this process.
 
     Args:
@@ -305,7 +305,7 @@ def main() -> None:
         say({"error": in_short(error)})
         return
     say({"ready": True})
-    _Worker(agent, say).serve(requests)
+    _AgentWorker(agent, say).serve(requests)
     kill_trees(children().get(os.getpid(), []))
 
 

@@ -193,12 +193,9 @@ class ChatFormat:
         texts: list[str] = self._tokenizer.batch_decode(rows) if rows else []
         return [self.with_marks(text) for text in texts]
 
-    def num_reasoning(self, replies: Sequence[Sequence[int]]) -> list[int]:
-        """How many tokens of each reply its reasoning has, with those around it; 0: it has none."""
-        return [self._num_reasoning(*reply) for reply in zip(replies, self.texts(replies), strict=True)]
-
-    def _num_reasoning(self, ids: Sequence[int], text: str) -> int:
-        reasoning, answer = split_reasoning(text)
+    def num_reasoning(self, ids: Sequence[int]) -> int:
+        """How many tokens of a reply its reasoning has, with those around it; 0: it has none."""
+        reasoning, answer = split_reasoning(self.texts([ids])[0])
         if reasoning is None:
             return 0
 

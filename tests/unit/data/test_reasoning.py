@@ -218,10 +218,10 @@ def test_replies_of_one_conversation_are_rows_of_their_own() -> None:
 def test_how_long_the_reasoning_is(name: str) -> None:
     tokenizer, form = made(name), chat_format(made(name))
     [ids] = encode_replies_to(tokenizer, [([user("a")], says("d", "b c"))])
-    [count] = form.num_reasoning([ids])
+    count = form.num_reasoning(ids)
     assert tokenizer.decode(ids[:count]).endswith("</think>")
-    others = [ids[: count - 1], tokenizer("d", add_special_tokens=False)["input_ids"]]
-    assert form.num_reasoning(others) == [count - 1, 1 if name == "r1" else 0]
+    assert form.num_reasoning(ids[: count - 1]) == count - 1
+    assert form.num_reasoning(tokenizer("d", add_special_tokens=False)["input_ids"]) == (1 if name == "r1" else 0)
 
 
 def test_the_turns_of_an_episode_are_one_reply() -> None:

@@ -54,7 +54,7 @@ class _Episode:
     failed: bool = False
 
 
-class _Worker:
+class _EnvironmentWorker:
     """The episodes of this process."""
 
     def __init__(self, make: Callable[[], Any], say: Say) -> None:
@@ -160,7 +160,7 @@ def _end() -> None:
 async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
-    worker = _Worker(make, say)
+    worker = _EnvironmentWorker(make, say)
 
     def read() -> None:
         try:

@@ -160,7 +160,7 @@ class Rollouts:
         with turn or nullcontext():
             replies = self._generate(Drawn(prompts), sampling, version, "probe", version).get()
         check_rollout(replies, num_rows, sampling)
-        rows = TextBatch.of(self._prompts.tokens(prompts), replies.response_ids)
+        rows = TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)
         scores = get(policy.score.remote(rows.with_columns(**replies.pick(*REPLAYED))))
         mismatch = float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
         check_mismatch(mismatch, self._stage.config.mismatch_limit(self._stage.runtime.device))
@@ -180,7 +180,7 @@ class Rollouts:
         return PendingRollout(version, [prompts[game] for game in of_rows], answer, reasons=reasons)
 
     def _generate(self, drawn: Drawn, sampling: Sampling, version: int, purpose: str, number: int) -> PendingRollout:
-        rows = prompt_rows(self._stage, self._prompts.tokens(drawn.prompts), purpose, number)
+        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in drawn.prompts], purpose, number)
         replies = self._generator.generate.remote(rows, sampling, version)
         return PendingRollout(version, drawn.prompts, replies, rows.seed, drawn.reasons)
 

@@ -47,6 +47,9 @@ class Judged(FakeModel):
     def do_load_checkpoint(self, directory: Path, version: int) -> None:
         assert (directory.name, version) == ("after", 1)
 
+    def do_sleep(self) -> None:
+        assert self.role == "generator"
+
     def do_score(self, rows: TextBatch) -> Scores:
         if self.role.startswith(("rewards", "judges")):
             likes, cut = SAID[self.role.startswith("rewards")], rows.prompt_lengths

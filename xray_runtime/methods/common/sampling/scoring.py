@@ -56,9 +56,9 @@ def reasoning_lengths(tokenizer: Tokenizer, rollout: Rollout) -> list[int]:
     """Tokens of the reasoning of each reply, in all turns of an episode, with the tokens around it."""
     form, ids = chat_format(tokenizer), [reply.tolist() for reply in rollout.response_ids]
     if not rollout.are_episodes:
-        return form.num_reasoning(ids)
+        return [form.num_reasoning(reply) for reply in ids]
     turns = (sampled_turns(reply, mask) for reply, mask in zip(ids, rollout.response_mask, strict=True))
-    return [sum(form.num_reasoning(of_one)) for of_one in turns]
+    return [sum(map(form.num_reasoning, of_one)) for of_one in turns]
 
 
 def prompt_tokens(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | np.ndarray]:

@@ -69,10 +69,6 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         # A copy: functions of users may change what they are given.
         return copy.deepcopy(self._pair(row).prompt), self._tokens.prompt(row)
 
-    def tokens(self, indices: Sequence[int]) -> list[list[int]]:
-        """Token ids of prompts."""
-        return [self._tokens.prompt(int(self.rows[index])) for index in indices]
-
     def metrics(self) -> dict[str, float]:
         """Number of prompts that do not fit; empty if all fit."""
         if not self.num_too_long:
