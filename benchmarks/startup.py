@@ -32,7 +32,7 @@ STAGES = """
 
 
 @dataclass
-class Process:
+class SeenProcess:
     start: float
     """Seconds since the command began."""
     kinds: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Process:
 class Timeline:
     begin: float
     seconds: float
-    processes: list[Process]
+    processes: list[SeenProcess]
     looks: list[tuple[float, float]]
     """Seconds since the begin, processor seconds of all processes by then."""
 
@@ -57,7 +57,7 @@ class Timeline:
 
 def timeline(command: list[str]) -> Timeline:
     """Run a command to its end. Raises SystemExit if it fails."""
-    seen: dict[psutil.Process, Process] = {}
+    seen: dict[psutil.Process, SeenProcess] = {}
     looks: list[tuple[float, float]] = []
     begin = time.time()
     command_process = psutil.Popen([sys.executable, *command], cwd=ROOT, stdout=sys.stderr)
@@ -72,9 +72,9 @@ def timeline(command: list[str]) -> Timeline:
     return Timeline(begin, time.time() - begin, list(seen.values()), looks)
 
 
-def _look(process: psutil.Process, seen: dict[psutil.Process, Process], begin: float) -> None:
+def _look(process: psutil.Process, seen: dict[psutil.Process, SeenProcess], begin: float) -> None:
     with contextlib.suppress(OSError, psutil.Error):
-        one = seen.setdefault(process, Process(max(process.create_time() - begin, 0.0)))
+        one = seen.setdefault(process, SeenProcess(max(process.create_time() - begin, 0.0)))
         times = process.cpu_times()
         one.used = times.user + times.system
         kind = kind_of(process)

@@ -127,8 +127,7 @@ class StageJob:
         spec, context = self._spec, self._context
         run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
         recorder = self._open_recorder(run)
-        restore = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
-        self._energy = EnergyMeter()
+        restore, self._energy = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError)), EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
             published = {checkpoint.path.name: checkpoint.sha256}
@@ -344,9 +343,8 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
 
 
 def _on_sigterm(interrupt: Callable[[], None]) -> Callable[[], object]:
-    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this:
-    between stages the worker ends."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
-    return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
+        return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    return lambda: None

@@ -164,7 +164,7 @@ class CheckedLines(NamedTuple):
 
     folded: FoldedLines
     sha256: str
-    """Of their bytes."""
+    """The digest of their bytes."""
 
 
 def read_log(
