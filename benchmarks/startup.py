@@ -1,4 +1,4 @@
-"""Where the seconds of a lifecycle go: its stages in time, and its processes with their start and processor time.
+"""Where the seconds of a lifecycle go: when each stage runs, when each process starts, and how much CPU time it uses.
 
     python -m benchmarks.startup [configs/tiny.yaml] [--set key.path=value …] [--output runs/startup]
 
@@ -36,7 +36,7 @@ class SeenProcess:
     start: float
     """Seconds since the command began."""
     kinds: list[str] = field(default_factory=list)
-    """What it was, one after the other: a worker that waits gets another name with its work."""
+    """Its names in order: Ray renames an idle worker when it gets work."""
     used: float = 0.0
     """Processor seconds."""
 

@@ -243,9 +243,11 @@ def main(address: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         request = serve(listen(address), address)
-    except SystemExit:
+    except BaseException as error:
         if os.getpid() == owner:
             shutil.rmtree(directory, ignore_errors=True)
+        if not isinstance(error, SystemExit):
+            raise
         # Python would take a second to free what it imported, and the end of a run waits for that.
         os._exit(0)
     become_worker(request)

@@ -9,8 +9,6 @@ import functools
 import json
 import logging
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +47,7 @@ from xray_runtime.kernel.graph.artifacts import dataset_of
 from xray_runtime.kernel.graph.kind import StageKind, config_of
 from xray_runtime.kernel.graph.stage_identity import identify
 from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.processes import on_sigterm
 from xray_runtime.kernel.report.figures import read_metrics, training_figure
 from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.content_digest import check_unchanged
@@ -127,7 +126,8 @@ class StageJob:
         spec, context = self._spec, self._context
         run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
         recorder = self._open_recorder(run)
-        restore, self._energy = _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError)), EnergyMeter()
+        restore = on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
+        self._energy = EnergyMeter()
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
             published = {checkpoint.path.name: checkpoint.sha256}
@@ -340,11 +340,3 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
                 raise NonFiniteError(f"{results}: it has the number {number}")
 
             json.loads((built / results).read_text(encoding="utf-8"), parse_constant=refuse)
-
-
-def _on_sigterm(interrupt: Callable[[], None]) -> Callable[[], object]:
-    """Let the stage make a snapshot when its worker is asked to end (a drained node, say); returns what undoes this."""
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
-        return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-    return lambda: None

@@ -67,15 +67,15 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         """The command that is called, imported."""
         from xray.deployments.quiet import quiet_environment
-        from xray_runtime.kernel.processes import tighten_umask
+        from xray_runtime.kernel.processes import tighten_umask, without_collection
 
         tighten_umask()
         quiet_environment()
         name, command, rest = super().resolve_command(ctx, args)
-        command = load(name) if name is not None else command
-        if not gc.isenabled():  # by `main`
+        if name is not None:
+            with without_collection():
+                command = load(name)
             gc.freeze()
-            gc.enable()
         return name, command, rest
 
     def invoke(self, ctx: Context) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 import typer
@@ -36,7 +35,6 @@ def _root(ctx: typer.Context) -> None:
 
 
 def main() -> None:
-    gc.disable()  # until the command is imported: imports leave little behind, and collecting takes a fifth of them
     sys.exit(app())
 
 

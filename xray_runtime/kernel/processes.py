@@ -95,6 +95,15 @@ def return_pages(address: int, num_bytes: int) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
+def on_sigterm(interrupt: Callable[[], None]) -> Callable[[], object]:
+    """Call `interrupt` when this process is asked to end (its node is drained, say); returns what undoes this. Does
+    nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.signal(signal.SIGTERM, lambda *_: interrupt())
+    return lambda: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def tighten_umask() -> None:
     """Let only the owner write to files that this process and its children create from now on.
 

@@ -15,7 +15,7 @@ from tests.unit.trust.commands import xray
 from tests.unit.trust.synthetic import Lifecycle
 from tests.unit.trust.tampering import FAULTS, IN_MLFLOW, payload_of, rotated, signed, with_payload
 from xray_runtime.kernel.evidence.envelope import Verifier, new_private_key
-from xray_runtime.kernel.evidence.kept_state import write_state
+from xray_runtime.kernel.evidence.kept_state import FoldedLines, write_state
 from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.history import audit_check
 from xray_runtime.kernel.history.reference import open_lineage_store
@@ -135,8 +135,14 @@ def test_lines_of_the_log_that_the_last_audit_read_are_not_read_again(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    parse = audit_check.parse_line
-    monkeypatch.setattr(audit_check, "parse_line", lambda number, *rest: (read.append(number), parse(number, *rest))[1])
+    fold = audit_check.fold
+
+    def counted(begin: FoldedLines, content: bytes, verifier: Verifier | None) -> Any:
+        first = begin.view.head.entries + 1
+        read.extend(range(first, first + content.count(b"\n")))
+        return fold(begin, content, verifier)
+
+    monkeypatch.setattr(audit_check, "fold", counted)
     first = since(bare)
     assert read == list(range(1, first.log.entries + 1))
     read.clear()

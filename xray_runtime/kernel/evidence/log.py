@@ -21,6 +21,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,27 +86,18 @@ class LogTail:
         except (OSError, ValueError) as error:
             self._restart()
             self._problem = "it is not there" if isinstance(error, FileNotFoundError) else first_line(error)
-        return self._view
+        return self._folded.view
 
     def _restart(self, folded: FoldedLines | None = None) -> None:
         # A view of its own: what is asked of one adds empty states to it.
-        folded = folded or FoldedLines()
-        self._view, self._check = folded.view, ChainCheck(self._verifier)
-        self._offset, self._last_bytes = folded.offset, folded.last_bytes
-        self._again, self._num_kept = folded.again, folded.num_kept
-        if folded.view.heads:
-            self._check.resume(folded.view.heads[-1], folded.signer, folded.retired)
+        self._folded = folded or FoldedLines()
         self._problem = ""
         """Why the next line is not sound, or cannot be read."""
         self._status: tuple[int, ...] = ()
 
     def _begin(self, file: BinaryIO, size: int) -> None:
         """Begin with the state that was kept beside the log, if the log still has the line in which it ends."""
-        try:
-            own = Verifier([TrustedKey(load_public(read_bounded(self._path.parent / PUBLIC_KEY)))])
-        except (OSError, ValueError):
-            return
-        kept = read_state(self._path.with_name(STATE), own, self._verifier)
+        kept = own_state(self._path.with_name(STATE), self._verifier)
         if kept is not None and kept.offset <= size and self._has(file, kept):
             self._restart(kept)
 
@@ -113,13 +105,11 @@ class LogTail:
         """Keep the state for other processes, if all lines are sound and so many are new since it was last kept."""
         with self._lock:
             view = self._read()
-            if self._verifier is None or self._problem or self._again is None:
+            if self._verifier is None or self._problem or self._folded.again is None:
                 return
-            if view.head.entries - self._num_kept >= every:
-                check = self._check
-                where = (view, self._offset, self._last_bytes, check.signer, check.retired, self._again)
-                write_state(self._path.with_name(STATE), FoldedLines(*where), self._verifier, private)
-                self._num_kept = view.head.entries
+            if view.head.entries - self._folded.num_kept >= every:
+                write_state(self._path.with_name(STATE), self._folded, self._verifier, private)
+                self._folded = replace(self._folded, num_kept=view.head.entries)
 
     def _catch_up(self, file: BinaryIO) -> None:
         state = os.fstat(file.fileno())
@@ -130,31 +120,56 @@ class LogTail:
         if not self._continues(file, status):
             self._restart()
             self._begin(file, state.st_size)
-        file.seek(self._offset)
-        view, self._problem = self._view.copy(), ""
-        try:
-            for number, text in enumerate(file.read().splitlines(keepends=True), self._view.head.entries + 1):
-                line = parse_line(number, text, LogRecord)
-                if self._verifier is not None:
-                    self._check(line)
-                view.add(line)
-                self._offset, self._last_bytes = self._offset + len(text), len(text)
-                self._again = with_line(self._again, line, view, text)
-        except ValueError as error:
-            self._problem = f"line {error.number}: {error}" if isinstance(error, ChainProblem) else str(error)
-        self._view, self._status = view, status
+        file.seek(self._folded.offset)
+        self._folded, error = fold(self._folded, file.read(), self._verifier, chained=self._verifier is not None)
+        self._problem = f"line {error.number}: {error}" if isinstance(error, ChainProblem) else str(error or "")
+        self._status = status
 
     def _continues(self, file: BinaryIO, status: tuple[int, ...]) -> bool:
         """Whether a file that changed has the lines that were read still, and perhaps more after them."""
         if not self._status or status[0] != self._status[0] or status[1] <= self._status[1]:
             return False
-        return self._has(file, FoldedLines(self._view, self._offset, self._last_bytes))
+        return self._has(file, self._folded)
 
     @staticmethod
     def _has(file: BinaryIO, folded: FoldedLines) -> bool:
         """Whether a file has the last of these lines where it was."""
         file.seek(folded.offset - folded.last_bytes)
         return hashlib.sha256(file.read(folded.last_bytes)).hexdigest() == folded.view.head.sha256
+
+
+def fold(
+    begin: FoldedLines, content: bytes, verifier: Verifier | None, *, chained: bool = True
+) -> tuple[FoldedLines, ValueError | None]:
+    """(`begin` and the lines of `content` after it, up to the first that is not sound; why that one is not).
+
+    Args:
+        verifier: None does not check signatures.
+        chained: whether each line must follow the one before it.
+    """
+    view, check = begin.view.copy(), ChainCheck(verifier)
+    if view.heads:
+        check.resume(view.heads[-1], begin.signer, begin.retired)
+    offset, last_bytes, again, problem = begin.offset, begin.last_bytes, begin.again, None
+    try:
+        for number, text in enumerate(content.splitlines(keepends=True), view.head.entries + 1):
+            line = parse_line(number, text, LogRecord)
+            if chained:
+                check(line)
+            view.add(line)
+            offset, last_bytes, again = offset + len(text), len(text), with_line(again, line, view, text)
+    except ValueError as error:
+        problem = error
+    return FoldedLines(view, offset, last_bytes, check.signer, check.retired, again, begin.num_kept), problem
+
+
+def own_state(path: Path, like: Verifier | None, *, whole: bool = False) -> FoldedLines | None:
+    """`read_state` of a file that the key of its directory signed."""
+    try:
+        own = Verifier([TrustedKey(load_public(read_bounded(path.parent / PUBLIC_KEY)))])
+    except (OSError, ValueError):
+        return None
+    return read_state(path, own, like, whole=whole)
 
 
 @lru_cache(maxsize=8)

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from xray_runtime.kernel.evidence.envelope import Verifier
-from xray_runtime.kernel.evidence.kept_state import FoldedLines, with_line
+from xray_runtime.kernel.evidence.kept_state import FoldedLines
 from xray_runtime.kernel.evidence.lines import (
     MAX_BYTES,
-    ChainCheck,
     ChainProblem,
-    LogRecord,
-    parse_line,
     sound_lines,
 )
-from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.evidence.log import LOG, fold
 from xray_runtime.kernel.evidence.view import Head, Line, LogView
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
@@ -189,25 +186,9 @@ def read_log(
             begin = checked.folded
         else:
             digest = hashlib.sha256()
-    folded, findings = _fold(begin, content, verifier)
+    folded, problem = fold(begin, content[begin.offset :], verifier)
+    findings = [] if problem is None else [_broken(problem, LOG, "log-broken")]
     digest.update(memoryview(content)[begin.offset : folded.offset])
     if not os.path.lexists(output / LOG):
         findings.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
     return CheckedLines(folded, digest.hexdigest()), findings
-
-
-def _fold(begin: FoldedLines, content: bytes, verifier: Verifier | None) -> tuple[FoldedLines, list[Finding]]:
-    """(the sound lines in the bytes of a log that begins with these lines, findings)."""
-    view, check = begin.view.copy(), ChainCheck(verifier)
-    if view.heads:
-        check.resume(view.heads[-1], begin.signer, begin.retired)
-    offset, last_bytes, again, findings = begin.offset, begin.last_bytes, begin.again, list[Finding]()
-    try:
-        for number, text in enumerate(content[offset:].splitlines(keepends=True), view.head.entries + 1):
-            line = parse_line(number, text, LogRecord)
-            check(line)
-            view.add(line)
-            offset, last_bytes, again = offset + len(text), len(text), with_line(again, line, view, text)
-    except ValueError as error:
-        findings = [_broken(error, LOG, "log-broken")]
-    return FoldedLines(view, offset, last_bytes, check.signer, check.retired, again), findings

@@ -33,13 +33,12 @@ from xray_runtime.kernel.evidence.envelope import (
     InTotoRecord,
     TrustedKey,
     Verifier,
-    load_public,
     read_envelope,
     read_record,
     sign,
 )
-from xray_runtime.kernel.evidence.kept_state import FoldedLines, read_state, write_state
-from xray_runtime.kernel.evidence.log import LOG, PUBLIC_KEY
+from xray_runtime.kernel.evidence.kept_state import write_state
+from xray_runtime.kernel.evidence.log import LOG, own_state
 from xray_runtime.kernel.evidence.view import Head
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.audit_check import CheckedLines
@@ -121,7 +120,7 @@ def read_baseline(output: Path, graph: CheckpointGraph, trusted: Sequence[Truste
         baseline.reason = first_line(error)
         return baseline
     baseline.whole = record.whole
-    folded = _read_state(output, trusted)
+    folded = own_state(output / STATE, Verifier(trusted), whole=True)
     if folded is not None and folded.view.head == baseline.head:
         baseline.checked = CheckedLines(folded, record.log_bytes)
     for sha256, node in graph.nodes.items():
@@ -183,15 +182,6 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Verified:
         return read_record(envelope, VerifiedRecord).predicate
     except ValueError as error:
         raise ValueError(f"{RECORD} was not written by an audit of this version") from error
-
-
-def _read_state(output: Path, trusted: Sequence[TrustedKey]) -> FoldedLines | None:
-    """The state of the log that an audit kept, if the directory's own key signed it."""
-    try:
-        own = Verifier([TrustedKey(load_public(read_bounded(output / PUBLIC_KEY)))])
-    except (OSError, ValueError):
-        return None
-    return read_state(output / STATE, own, Verifier(trusted), whole=True)
 
 
 def _keys(trusted: Sequence[TrustedKey]) -> dict[str, str | None]:

@@ -41,7 +41,7 @@ def digested(cache: Path) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
-    """What a first process said, and the memory that it wrote."""
+    """The output of a first process, and the cache file that it wrote."""
     cache = tmp_path_factory.mktemp("cache")
     code, parsed = digested(cache)
     (memory,) = (cache / "xray").iterdir()
