@@ -12,7 +12,6 @@ from xray_runtime.kernel.store.hub import check_on_hub
 from xray_runtime.kernel.store.location import locate
 from xray_runtime.models.built_shapes import built_shape
 from xray_runtime.models.config import PretrainedBase
-from xray_runtime.models.gguf_header import read_gguf_header
 from xray_runtime.models.quantized import why_quantized
 from xray_runtime.models.shapes import KNOWN_CONFIGS, ModelShape, from_hf_config, is_complete
 
@@ -45,31 +44,36 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
 
 
 def _from_gguf(path: Path) -> ModelShape:
-    fields, sizes = read_gguf_header(path)
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
 
     def field(key: str) -> Any:
-        if key not in fields:
+        if key not in reader.fields:
             raise ValueError(f"its header has no {key}")
-        return fields[key]
+        return reader.fields[key].contents()
 
     family = field("general.architecture")
 
     def number(key: str) -> int:
         return int(field(f"{family}.{key}"))
 
-    if f"{family}.expert_count" in fields and number("expert_count") > 0:
+    if f"{family}.expert_count" in reader.fields and number("expert_count") > 0:
         raise ValueError(f"a {family!r} model in a .gguf file has experts, which are not counted there")
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     hidden, heads = number("embedding_length"), number("attention.head_count")
     shape = ModelShape(
         num_layers=number("block_count"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=number("attention.head_count_kv"),
-        head_size=number("attention.key_length") if f"{family}.attention.key_length" in fields else hidden // heads,
+        head_size=number("attention.key_length")
+        if f"{family}.attention.key_length" in reader.fields
+        else hidden // heads,
         intermediate_size=number("feed_forward_length"),
         vocab_size=sizes["token_embd.weight"] // hidden,
         tied="output.weight" not in sizes,
-        max_positions=number("context_length") if f"{family}.context_length" in fields else None,
+        max_positions=number("context_length") if f"{family}.context_length" in reader.fields else None,
         family=family,
     )
     extra, rest = divmod(sum(sizes.values()) - shape.num_parameters, shape.num_layers)
