@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from xray_runtime.algorithms.logprobs import NO_LOGPROB, within_kept
 from xray_runtime.data.batch import PairBatch, Scores, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.models.cached import cached_property
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.packing import Prompts
 from xray_runtime.models.sequence_parallel import States

@@ -14,13 +14,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
+from xray_runtime.models.cached import cached_property
 from xray_runtime.models.family import family_of
 from xray_runtime.models.sequence_parallel import SequenceRanks, States, shared_states
 

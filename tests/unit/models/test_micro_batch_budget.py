@@ -4,7 +4,10 @@ for a GPU is in `test_two_kernels`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.source_trees import nodes
 from tests.unit.models.families import model
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.data.batch import LabelledBatch, PairBatch, PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.threads import in_threads
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig
@@ -133,3 +138,45 @@ def test_bytes() -> None:
     # Ten ids of 8 bytes, five numbers of 4 for each of four reply tokens; two numbers, and an offset a ragged column.
     sent = 10 * 8 + 2 * 8 + 5 * 4 * 4 + 6 * 8
     assert np.subtract(moved(12), moved(6)).tolist() == [6 * sent, 6 * (sent + 8), 6 * (2 * 4 * 4 + 2 * 8)]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_are_in_their_passes_at_the_same_time(
+    name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that both need would let the first pass end before the second begins."""
+    objective, made, *_ = CASES[name]
+    module = HeadedLM(model("llama", num_hidden_layers=1), scalar_head=name in ("reward", "critic"))
+    met, hidden = threading.Barrier(2), HeadedLM.hidden
+
+    def meeting(*args: Any) -> Any:
+        met.wait(30)  # broken if the other is not here
+        return hidden(*args)
+
+    monkeypatch.setattr(HeadedLM, "hidden", meeting)
+    totals, batch = StepTotals(tokens=1.0, rows=1.0), as_tensors(made(4))
+    passes = in_threads(lambda number: training_loss(module, objective(), batch, totals).loss.item(), range(2))
+    first, second = (loss for _, loss in passes)
+    assert first == second
+
+
+def test_no_pass_takes_the_lock_of_functools() -> None:
+    runtime = Path(__file__).parents[3] / "xray_runtime"
+    files = [path for folder in ("algorithms", "models", "methods") for path in (runtime / folder).rglob("*.py")]
+    imported = [
+        (path, alias.name)
+        for path in files
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and node.module == "functools"
+        for alias in node.names
+    ]
+    assert {"cache", "partial"} <= {name for _, name in imported}
+    assert not [path for path, name in imported if name == "cached_property"]

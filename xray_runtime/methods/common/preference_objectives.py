@@ -7,7 +7,6 @@ reference's, before training. A `PairBatch` has no `ref_chosen` and `ref_rejecte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from xray_runtime.algorithms.preference_losses import implicit_rewards, kto_losses, pair_losses
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batch import LabelledBatch, PairBatch, Scores, StepTotals, TextBatch
+from xray_runtime.models.cached import cached_property
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
     Component,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.distillation import generalized_jsd
 from xray_runtime.data.batch import Scores, StepTotals, TaughtBatch
+from xray_runtime.models.cached import cached_property
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Component, Forward, Objective, Terms, Texts, by_row
 from xray_runtime.models.teacher_objective import with_likeliest

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.kind import Answer, Recorder
 from xray_runtime.methods.common.results import metric_name
 from xray_runtime.methods.common.training.policy_versions import PolicyVersions
+from xray_runtime.models.cached import cached_property
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Rollout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,6 +23,7 @@ from xray_runtime.algorithms.streams import TOPK_POLICY_LOGPROBS
 from xray_runtime.data.batch import PolicyBatch, Scores, StepTotals
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.functions import built_in_loss
+from xray_runtime.models.cached import cached_property
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
     Component,
