@@ -1,10 +1,12 @@
-"""AdamW as every trainer uses it: its parameter groups and the names of its states."""
+"""AdamW as every trainer uses it: its parameter groups, the names of its states, and clipping before a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, as torch names them."""
@@ -20,3 +22,10 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
         {"params": [p for p in trainable if p not in matrices], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
+    """Torch's clipping of gradients, whose norm is `norm`, without its pass over those that are short enough: it would
+    multiply them by 1."""
+    if limit / (norm + 1e-6) < 1.0:
+        clip_grads_with_norm_(parameters, limit, norm)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xray_runtime.engines import states
-from xray_runtime.engines.adamw import MOMENTS, decay_groups
+from xray_runtime.engines.adamw import MOMENTS, clip_gradients, decay_groups
 from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.threads import add_gradients
@@ -97,24 +97,24 @@ class ZeroEngine(Scorer):
         threaded = device.type == "cpu" and not self.stage and not mixed and mesh is None
         threaded = threaded and layout.sequence_parallel == 1
         super().__init__(self.engine.module, threaded)
+        self._trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self.num_copies = layout.num_copies
         self._norm, self._moments = 0.0, self._init_moments()
         # DeepSpeed initializes float32 masters with rounded weights.
-        for name, parameter in self._trained() if mixed else []:
+        for name, parameter in self._trained if mixed else []:
             self._init_master(name, parameter, weights)
         if not self.stage:
             # Without peers DeepSpeed would still copy all gradients into a buffer and back.
             self.engine.enable_backward_allreduce = self.num_copies > 1
-            parameters = self._trained()
-            optimizer.register_step_pre_hook(lambda *_: self._clip(parameters))
+            optimizer.register_step_pre_hook(lambda *_: self._clip())
 
-    def _clip(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        for _, parameter in trained:
+    def _clip(self) -> None:
+        for _, parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         # Each number counts once: parameters that all tensor-parallel peers hold count on the first peer.
         first = self._mesh is None or self._mesh.tensor_rank == 0
-        gradients = [p.grad for n, p in trained if p.grad is not None and (first or n in self._splits)]
+        gradients = [p.grad for n, p in self._trained if p.grad is not None and (first or n in self._splits)]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._mesh is not None:
             square = norm.square()
@@ -122,9 +122,9 @@ class ZeroEngine(Scorer):
             norm = square.sqrt()
         self._norm = float(norm)
         if math.isfinite(self._norm):
-            torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
+            clip_gradients([p for _, p in self._trained], self._grad_clip, norm)
             return
-        for _, parameter in trained:
+        for _, parameter in self._trained:
             # AdamW skips parameters without a gradient, also for decay and step counts.
             parameter.grad = None
 
@@ -137,7 +137,7 @@ class ZeroEngine(Scorer):
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         if self.threaded:
-            add_gradients(lambda batch: loss(batch) * self.num_copies, [p for _, p in self._trained()], batches)
+            add_gradients(lambda batch: loss(batch) * self.num_copies, [p for _, p in self._trained], batches)
         else:
             for batch in batches:
                 self.backward(loss(batch) * self.num_copies)
@@ -157,10 +157,10 @@ class ZeroEngine(Scorer):
         return float(norm if norm is not None else math.nan)
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.module, self._trained(), self._whole, merged=merged)
+        return whole_weights(self.module, self._trained, self._whole, merged=merged)
 
     def save(self, directory: Path) -> None:
-        held = {states.hugging_face_name(name): (name, parameter) for name, parameter in self._trained()}
+        held = {states.hugging_face_name(name): (name, parameter) for name, parameter in self._trained}
         written = {plain: self._written(*named) for plain, named in held.items()}
 
         def read(kind: str, plain: str) -> Tensor:
@@ -174,7 +174,7 @@ class ZeroEngine(Scorer):
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:
-            for name, parameter in self._trained():
+            for name, parameter in self._trained:
                 plain, whole = states.hugging_face_name(name), self._slice(name, parameter)
                 own = whole.between(*self._range(parameter))
                 for kind in (states.WEIGHT, *MOMENTS):
@@ -187,9 +187,6 @@ class ZeroEngine(Scorer):
         if self.stage in (1, 2):
             # Each rank has read its partition of the masters; this gives all weights to all.
             self.optimizer.update_lp_params()
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def _whole(self, name: str, parameter: nn.Parameter) -> Tensor:
         value = self._value(parameter)

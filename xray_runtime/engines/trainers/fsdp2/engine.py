@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from xray_runtime.engines import states
-from xray_runtime.engines.adamw import MOMENTS, decay_groups
+from xray_runtime.engines.adamw import MOMENTS, clip_gradients, decay_groups
 from xray_runtime.engines.engine import MicroBatch, Scorer, whole_weights
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights
@@ -132,7 +132,7 @@ class FSDP2Engine(FSDP2Scorer):
         dist.all_reduce(square)
         norm = square.sqrt()
         if finite := math.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(rows, self._grad_clip, norm)
+            clip_gradients(rows, self._grad_clip, norm)
             for optimizer in (self.optimizer, self.muon):
                 if optimizer is not None:
                     for group in optimizer.param_groups:

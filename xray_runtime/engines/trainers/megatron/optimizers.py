@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from xray_runtime.engines.adamw import MOMENTS, decay_groups
+from xray_runtime.engines.adamw import MOMENTS, clip_gradients, decay_groups
 from xray_runtime.engines.trainers.megatron.model import MegatronLM
 from xray_runtime.engines.training_config import TrainingConfig
 
@@ -78,7 +78,7 @@ class Replicated:
         norm = self._norm()
         if not norm.isfinite():
             return float(norm)
-        torch.nn.utils.clip_grads_with_norm_(masters, self._grad_clip, norm)
+        clip_gradients(masters, self._grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
