@@ -1,12 +1,13 @@
 """Journal of answers of sources, written to disk before they are used, so that a resumed attempt gets the same bytes.
 
-    answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …, "seal": …}
-                     {"key": …, "source": "environment", "step": …, "answer": {…}, "seal": …} or with "failure": why
+    answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …}
+                     {"key": …, "source": "environment", "step": …, "answer": {…}} or with "failure": why
                      likewise of a teacher behind an address
+                     the last line of each write also has "seal": …, which is for all lines of that write
 
-A key is a digest of source, step, row, prompt and reply, or of an episode so far. Incomplete lines, and lines that are
-not sealed with the run's key, are dropped and requested again. With a shared store each batch of lines is first written
-there as an object, so that an attempt on another machine finds it too.
+A key is a digest of source, step, row, prompt and reply, or of an episode so far. Writes that are cut short, or not
+sealed with the run's key, are dropped and requested again. With a shared store each write is first stored there as an
+object, so that an attempt on another machine finds it too.
 
 Answers with `"recorded": true` might differ when asked again. So the checkpoint has them too, in an answers.jsonl
 without seals, and a replay takes them from there.
@@ -20,7 +21,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,17 +65,14 @@ class Journal:
                 self._read(content, f"{shared.name}/{name}")
 
     def _read(self, content: bytes, where: str) -> int:
-        """Read the sealed lines of `content`; returns the number of bytes in complete lines."""
+        """Read the sealed writes of `content`; returns the number of bytes in whole writes."""
         num_bytes = 0
-        for line in content.splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            entry = read_entry(line, self._purpose, self._seal)
-            if entry is None:
-                log.warning("%s: a line is not sealed with this run's key; its request is repeated", where)
-            else:
+        for lines, entries in read_writes(content, self._purpose, self._seal):
+            if entries is None:
+                log.warning("%s: lines are not sealed with this run's key; their requests are repeated", where)
+            for entry in entries or ():
                 self._known.setdefault(entry["key"], entry)
-            num_bytes += len(line)
+            num_bytes += sum(map(len, lines))
         return num_bytes
 
     def keys(self, source: str, batch: Batch) -> list[str]:
@@ -112,7 +110,8 @@ class Journal:
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
-        sealed = [line | {SEAL: self._seal.sign(self._purpose, _text(line))} for line in lines]
+        # One seal for all: it takes half a millisecond, and there may be thousands of answers.
+        sealed = [*lines[:-1], lines[-1] | {SEAL: self._seal.sign(self._purpose, _text(lines))}]
         content = b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
         if self._shared is not None:
             # Named by content, so that another attempt after a kill adds nothing.
@@ -177,14 +176,26 @@ def purpose_of_answers(directory: Path) -> str:
     return f"{ANSWERS}/{directory.name}"
 
 
-def read_entry(line: bytes, purpose: str, seal: Seal) -> dict[str, Any] | None:
-    """The answer in a line; None if its seal is not valid."""
-    try:
-        entry: dict[str, Any] = json.loads(line)
-        sealed = entry.pop(SEAL)
-        return entry if seal.holds(purpose, _text(entry), sealed) else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+def read_writes(content: bytes, purpose: str, seal: Seal) -> Iterator[tuple[list[bytes], list[dict[str, Any]] | None]]:
+    """(lines, their answers) of each whole write in a journal; None: its seal is not valid. What a kill cut short at
+    the end is left out."""
+    lines, entries = list[bytes](), list[dict[str, Any]]()
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            return
+        lines.append(line)
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            sealed = entry.pop(SEAL, None)
+            entry["key"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            yield lines, None
+            lines, entries = [], []
+            continue
+        entries.append(entry)
+        if sealed is not None:
+            yield lines, entries if seal.holds(purpose, _text(entries), sealed) else None
+            lines, entries = [], []
 
 
 def _line(key: str, source: str, step: int, score: Score) -> dict[str, Any]:

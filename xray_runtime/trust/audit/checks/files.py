@@ -29,7 +29,7 @@ from xray_runtime.kernel.store.seal import SEALED, Seal
 from xray_runtime.kernel.store.snapshots import SNAPSHOTS, snapshot_problem, snapshot_purpose
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.kernel.tracking.recorder import RECORDS
-from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
+from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_writes
 from xray_runtime.trust.audit.verified import RECORD, STATE as VERIFIED_STATE
 from xray_runtime.trust.bills import CROISSANT
 from xray_runtime.trust.published_log import SOURCE
@@ -242,15 +242,14 @@ def _check_answers(output: Path, path: Path, seal: Seal) -> Iterator[Finding]:
     if not os.path.lexists(path):
         return
     try:
-        lines = read_bounded(path, MAX_ANSWERS_BYTES).splitlines(keepends=True)
+        content = read_bounded(path, MAX_ANSWERS_BYTES)
     except (OSError, ValueError) as error:
         yield _finding(output, path, f"it cannot be read ({type(error).__name__})")
         return
-    # A line without its end was cut short by a kill and does not count.
-    complete = [line for line in lines if line.endswith(b"\n")]
-    unsealed = [
-        n for n, line in enumerate(complete, 1) if read_entry(line, purpose_of_answers(path.parent), seal) is None
-    ]
+    total, unsealed = 0, list[int]()
+    for lines, entries in read_writes(content, purpose_of_answers(path.parent), seal):
+        unsealed += range(total + 1, total + 1 + len(lines)) if entries is None else ()
+        total += len(lines)
     if unsealed:
         yield _finding(output, path, f"{len(unsealed)} of its lines are not sealed, the first is {unsealed[0]}")
 
