@@ -18,7 +18,6 @@ It ends with the process that started it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -56,8 +55,6 @@ WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
 POLL_SECONDS = 5.0
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""glibc's numbers of the settings in KEEP_MEMORY, which a running process changes to their defaults."""
 OOM_SCORE = "1000"
 """As Ray sets it for its workers, so that the kernel kills them first when memory runs out."""
 
@@ -208,7 +205,6 @@ def import_step(name: str, request: WorkerRequest) -> None:
         for library in UNUSED:
             sys.modules.pop(library, None)
         importlib.import_module("mlflow")
-        _return_memory()
     else:
         # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
         ray = sys.modules.pop("ray", None)
@@ -217,14 +213,6 @@ def import_step(name: str, request: WorkerRequest) -> None:
         del sys.modules["ray"]
         if ray is not None:
             sys.modules["ray"] = ray
-
-
-def _return_memory() -> None:
-    """End what KEEP_MEMORY began: a stage trains nothing, and holds what it has read beside its models."""
-    with contextlib.suppress(AttributeError):  # not glibc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)
-        libc.mallopt(M_MMAP_MAX, 65_536)
 
 
 def become_worker(request: WorkerRequest) -> None:

@@ -56,7 +56,7 @@ PATIENT = {
 ALONE = {
     # By default Ray would give a machine up after five times 10 seconds without an answer.
     "RAY_health_check_timeout_ms": "60000",
-    # It would keep as many idle workers as there are free CPUs: of a stage, each holds 130 MiB that nobody uses.
+    # It would keep as many idle workers as there are free CPUs: one of a stage holds 136 MiB that nobody uses.
     "RAY_num_workers_soft_limit": "0",
     # The first stage's process waits for seconds until that stage is submitted.
     "RAY_idle_worker_killing_time_threshold_ms": "10000",

@@ -55,7 +55,7 @@ OF_ONE_RUN = {
     # Its threads hardly work at the same time; each would keep memory of its own.
     "MALLOC_ARENA_MAX": "1",
 }
-"""What a Prefect server leaves out that only one run uses."""
+"""Settings of a Prefect server that only one run uses."""
 
 
 class Health:

@@ -76,7 +76,7 @@ def _run(
     parents: dict[str, Any],
     functions: dict[str, Callable[..., Any]],
 ) -> Any:
-    """What `stage` returns. Nothing refers to the job afterwards."""
+    """Compute the checkpoint of the stage, or take it from the store; returns what `stage` does."""
     from xray.tasks.stage_job import StageJob
     from xray_runtime.cluster.plain_errors import plain
 

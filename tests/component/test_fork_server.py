@@ -80,11 +80,6 @@ def test_a_workhorse_keeps_the_memory_that_it_frees(cluster: None) -> None:
     assert second < 0.01 * first
 
 
-def test_a_stage_returns_the_memory_that_it_frees(cluster: None) -> None:
-    first, second = ray.get(probe(**worker_options(STAGE)).new_pages.remote())
-    assert second > 0.9 * first
-
-
 def test_another_worker_has_none_of_them(cluster: None) -> None:
     assert ray.get(probe().modules.remote()) == set()
 

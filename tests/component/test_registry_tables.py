@@ -1,4 +1,4 @@
-"""What a reference to a registered model names is read from MLflow's tables: each answer is compared with MLflow's."""
+"""References to registered models are read from MLflow's tables: each answer is compared with MLflow's own."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ ALIASED = "(SELECT version FROM registered_model_aliases WHERE name = version.na
 
 
 def _read_checkpoint(uri: str, reference: str) -> tuple[str, str] | None:
-    """What an SQLite store says, read from its tables: importing MLflow takes 3 CPU seconds.
+    """`_ask_checkpoint`, from the tables of an SQLite store: importing MLflow takes 3 CPU seconds.
 
     None where they do not give exactly one answer (another version of MLflow may have other tables): then MLflow must
     be asked.
