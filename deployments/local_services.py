@@ -44,6 +44,19 @@ PREFECT_SERVER = [
     *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
 ]
 
+OF_ONE_RUN = {
+    # Block types of a hundred integrations, written before the server answers: saving a block registers its own.
+    "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    # Nothing is deployed on such a server, and no worker asks it.
+    "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_FOREMAN_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+    # Its threads hardly work at the same time; each would keep memory of its own.
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Settings of a Prefect server that only one run uses."""
+
 
 class Health:
     """Monitors the services of a run: restarts a dead Prefect server, ends the run when Ray is dead."""
@@ -137,32 +150,35 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
     """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_prefect(output)) if prefect else None
-        threads = stack.enter_context(ThreadPoolExecutor())
-        # The flow's imports take seconds; they load while the servers start.
-        starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]
-        if server is not None:
-            starting.append(threads.submit(server.start))
-        if ray:
-            stack.enter_context(running_ray())
-            _start_stage_process()
-        for each in starting:
-            each.result()
-        if server is not None:
-            server.wait_healthy()
+        with without_collection():
+            threads = stack.enter_context(ThreadPoolExecutor())
+            # The flow's imports take seconds; they load while the servers start.
+            starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]
+            if server is not None:
+                starting.append(threads.submit(server.start))
+            if ray:
+                stack.enter_context(running_ray())
+                _start_stage_process()
+            for each in starting:
+                each.result()
+            if server is not None:
+                server.wait_healthy()
         yield server
 
 
 def _start_stage_process() -> None:
-    """Have Ray start the process of the first stage, so that its imports load meanwhile."""
+    """Have Ray start the process of the first stage, so that the libraries of stages load meanwhile.
+
+    Where a stage begins before they have loaded, it gets this process or another one, whichever starts first. So this
+    one imports nothing more: both would do the same work.
+    """
     import ray
 
-    ray.remote(num_cpus=0, max_retries=0, **worker_options(STAGE))(_import_libraries).remote()
+    ray.remote(num_cpus=0, max_retries=0, **worker_options(STAGE))(_do_nothing).remote()
 
 
-@without_collection()
-def _import_libraries() -> None:
-    for module in ("mlflow", "xray.tasks.stage", "xray.tasks.stage_job"):
-        importlib.import_module(module)
+def _do_nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -180,7 +196,7 @@ def _prefect(output: Path) -> Iterator[Service]:
         "PREFECT_UI_ENABLED": "false",
     }
     with lock, temporary_environment(variables):
-        environment = os.environ | {"PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+        environment = OF_ONE_RUN | os.environ | {"PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
         database, make = directory / "prefect.db", functools.partial(make_prefect_database, environment)
         service = Service(
             name="prefect",

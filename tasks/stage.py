@@ -46,7 +46,6 @@ def stage(
         parents: role → the parent's `StageResult`, or a `CheckpointRef`, as JSON.
         functions: reward functions that were given as objects.
     """
-    from xray_runtime.cluster.plain_errors import plain
     from xray_runtime.kernel.cores import give_way
     from xray_runtime.kernel.graph.kinds import import_kind
     from xray_runtime.kernel.processes import redirect_output, return_freed_memory
@@ -63,7 +62,23 @@ def stage(
         raise ConfigError(f"{spec.name}: stage kind {spec.kind!r} is unknown on {socket.gethostname()}")
     _check_code(spec, kind)
     remember_sources(spec.sources)
+    try:
+        return _run(spec, context, kind, parents, functions)
+    finally:
+        # The process waits for the next stage, beside the models of this one.
+        return_freed_memory()
+
+
+def _run(
+    spec: StageSpec,
+    context: RunContext,
+    kind: StageKind,
+    parents: dict[str, Any],
+    functions: dict[str, Callable[..., Any]],
+) -> Any:
+    """Compute the checkpoint of the stage, or take it from the store; returns what `stage` does."""
     from xray.tasks.stage_job import StageJob
+    from xray_runtime.cluster.plain_errors import plain
 
     job = StageJob(spec, context, kind, parents, functions)
     try:
@@ -77,9 +92,6 @@ def stage(
         # A person asked to stop, so Prefect must not show a failure.
         log.info("%s", error_summary(error))
         return Cancelled(name="Stopped", message=error_summary(error))
-    finally:
-        # The process waits for the next stage, beside the models of this one.
-        return_freed_memory()
     content = result.model_dump(mode="json")
     return Completed(name="Cached", data=content) if result.cached else content
 

@@ -46,7 +46,7 @@ from xray_runtime.kernel.graph.graph import Graph, StageCall
 from xray_runtime.kernel.graph.handles import Handle
 from xray_runtime.kernel.graph.stage_identity import code_of
 from xray_runtime.kernel.history.evidence import evidence
-from xray_runtime.kernel.processes import tighten_umask
+from xray_runtime.kernel.processes import return_freed_memory, tighten_umask
 from xray_runtime.kernel.store.function_digest import function_sources
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.syntax import CodeDigestError
@@ -168,8 +168,7 @@ class Workspace(Graph):
         context = FlowRunContext.get()
         if context is not None and isinstance(context.task_runner, RayTaskRunner):
             return context.task_runner
-        # Outside a flow, or in a flow with another task runner.
-        return stack.enter_context(task_runner())
+        return stack.enter_context(task_runner())  # outside a flow, or in one with another task runner
 
     # Stages
 
@@ -329,6 +328,7 @@ class Workspace(Graph):
     def _wait_for_all(self) -> None:
         """Wait for all tasks. Raises the first failure."""
         try:
+            return_freed_memory()  # from here on this process hardly works
             self._tasks.wait()
         except BaseException:
             self._stop_stages()

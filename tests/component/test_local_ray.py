@@ -70,3 +70,28 @@ def check_processes(commands: list[list[str]]) -> None:
         assert int(port.partition("=")[2]) > 0
     assert "--num_prestart_python_workers=0" in raylet
     assert any(a.startswith("--dashboard_agent_command=sh -c") for a in raylet)
+
+
+IDLE = """
+import os, time
+import psutil
+import ray
+from xray.deployments.local_ray import running_ray
+
+@ray.remote(num_cpus=0)
+def pid():
+    return os.getpid()
+
+with running_ray(num_cpus=2):
+    worker, end = ray.get(pid.remote()), time.monotonic() + 60
+    while psutil.pid_exists(worker) and time.monotonic() < end:
+        time.sleep(0.1)
+    print("ended", not psutil.pid_exists(worker))
+"""
+
+
+def test_an_idle_worker_ends_though_cpus_are_free() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env["RAY_idle_worker_killing_time_threshold_ms"] = "300"  # of 10 seconds
+    done = subprocess.run([sys.executable, "-c", IDLE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "ended True\n", done.stderr[-2000:]

@@ -25,6 +25,7 @@ from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import root_cause
+from xray_runtime.kernel.processes import without_collection
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
@@ -94,7 +95,8 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
         stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, subject.fields)))
         if subject.config is not None:
-            from xray.flows.lifecycle import lifecycle
+            with without_collection():
+                from xray.flows.lifecycle import lifecycle
 
             lifecycle(subject.config, str(job.output), job.until)
         else:

@@ -15,7 +15,7 @@ import pytest
 
 from xray.deployments import service
 from xray.deployments.local_ray import temporary_environment
-from xray.deployments.local_services import LOST, Health, _server_directory
+from xray.deployments.local_services import LOST, OF_ONE_RUN, Health, _prefect, _server_directory
 from xray.deployments.service import LOOPBACK, Service, free_port
 
 # A run whose child is called as one of Ray's processes, and dies.
@@ -39,6 +39,22 @@ def test_runs_in_one_output_directory_have_servers_of_their_own(tmp_path: Path) 
     again, lock = _server_directory(tmp_path)
     with lock:
         assert again == first
+
+
+def test_a_server_of_one_run_leaves_out_what_deployments_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings import Settings
+
+    monkeypatch.setenv("PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED", "true")  # what a person sets counts
+    with _prefect(tmp_path) as server, temporary_environment(server.environment):
+        settings = Settings().server
+    services = settings.services
+    asked = [services.scheduler, services.late_runs, services.foreman, services.triggers, services.task_run_recorder]
+    assert [service.enabled for service in asked] == [False, False, False, True, True]
+    assert not settings.register_blocks_on_start
+    for name in OF_ONE_RUN:
+        monkeypatch.delenv(name, raising=False)
+    services = Settings().server.services
+    assert all(service.enabled for service in (services.scheduler, services.late_runs, services.foreman))
 
 
 def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:
