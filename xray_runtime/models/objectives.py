@@ -204,8 +204,23 @@ def response_positions(rows: Texts) -> Tensor:
     """Indices of response tokens among all tokens [R]; the state before each predicts it."""
     lengths = rows.input_ids.lengths
     first = rows.input_ids.offsets[:-1] + rows.prompt_lengths
-    places = torch.arange(len(rows.input_ids.values), device=first.device)
-    return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
+    num_tokens = len(rows.input_ids.values)
+    places = torch.arange(num_tokens, device=first.device)
+    return (places >= first.repeat_interleave(lengths, output_size=num_tokens)).nonzero().squeeze(-1)
+
+
+class Responses(NamedTuple):
+    """The response tokens of a micro-batch; to find them, the host waits for a GPU."""
+
+    at: Tensor
+    """Their places among all tokens [R]."""
+    states: States
+    """The state before each [R, H], which predicts it."""
+
+    @classmethod
+    def of(cls, hidden: States, rows: Texts) -> Responses:
+        at = response_positions(rows)
+        return cls(at, hidden[at - 1])
 
 
 class Predictions(NamedTuple):
@@ -223,16 +238,15 @@ class Predictions(NamedTuple):
 
 def response_logprobs(module: HeadedLM, hidden: States, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [R], entropy [R]) of the response tokens; see `response_predictions`."""
-    return response_predictions(module, hidden, rows, temperature)[:2]
+    return response_predictions(module, Responses.of(hidden, rows), rows, temperature)[:2]
 
 
 def response_predictions(
-    module: HeadedLM, hidden: States, rows: Texts, temperature: float, candidates: Tensor | None = None
+    module: HeadedLM, responses: Responses, rows: Texts, temperature: float, candidates: Tensor | None = None
 ) -> Predictions:
     """Log-probabilities of the response tokens, and of `candidates` [R, k] in their places (−1: none). Logits are
     computed at their positions alone."""
-    at = response_positions(rows)
-    given, targets = hidden[at - 1], rows.input_ids.values[at]
+    given, targets = responses.states, rows.input_ids.values[responses.at]
     if candidates is None and "kept_ids" not in rows:
         return Predictions(*module.logprobs(given, targets, temperature), None, None)
     wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates.clamp(min=0)], 1)
@@ -261,11 +275,6 @@ def of_responses(flat: Tensor, rows: Texts) -> Ragged[Tensor]:
     """Values of response tokens [R] as rows."""
     prompts = rows.prompt_lengths.cumsum(0)
     return Ragged(flat, rows.input_ids.offsets - torch.cat([prompts.new_zeros(1), prompts]))
-
-
-def by_row(flat: Tensor, rows: Texts) -> list[Tensor]:
-    """Values of response tokens [R], split by row."""
-    return list(flat.split((rows.input_ids.lengths - rows.prompt_lengths).tolist()))
 
 
 def reply_sums(flat: Tensor, rows: Texts) -> Tensor:
