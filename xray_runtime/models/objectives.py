@@ -209,20 +209,6 @@ def response_positions(rows: Texts) -> Tensor:
     return (places >= first.repeat_interleave(lengths, output_size=num_tokens)).nonzero().squeeze(-1)
 
 
-class Responses(NamedTuple):
-    """The response tokens of a micro-batch; to find them, the host waits for a GPU."""
-
-    at: Tensor
-    """Their places among all tokens [R]."""
-    states: States
-    """The state before each [R, H], which predicts it."""
-
-    @classmethod
-    def of(cls, hidden: States, rows: Texts) -> Responses:
-        at = response_positions(rows)
-        return cls(at, hidden[at - 1])
-
-
 class Predictions(NamedTuple):
     """A model's answer for response tokens; where the rows have kept sets, by the distributions on these."""
 
@@ -238,15 +224,16 @@ class Predictions(NamedTuple):
 
 def response_logprobs(module: HeadedLM, hidden: States, rows: Texts, temperature: float) -> tuple[Tensor, Tensor]:
     """(logprobs [R], entropy [R]) of the response tokens; see `response_predictions`."""
-    return response_predictions(module, Responses.of(hidden, rows), rows, temperature)[:2]
+    return response_predictions(module, hidden, rows, temperature)[:2]
 
 
 def response_predictions(
-    module: HeadedLM, responses: Responses, rows: Texts, temperature: float, candidates: Tensor | None = None
+    module: HeadedLM, hidden: States, rows: Texts, temperature: float, candidates: Tensor | None = None
 ) -> Predictions:
     """Log-probabilities of the response tokens, and of `candidates` [R, k] in their places (−1: none). Logits are
     computed at their positions alone."""
-    given, targets = responses.states, rows.input_ids.values[responses.at]
+    at = response_positions(rows)
+    given, targets = hidden[at - 1], rows.input_ids.values[at]
     if candidates is None and "kept_ids" not in rows:
         return Predictions(*module.logprobs(given, targets, temperature), None, None)
     wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates.clamp(min=0)], 1)

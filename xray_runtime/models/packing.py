@@ -271,7 +271,7 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, s
     if query.is_cuda and half and query.shape[-1] in VARLEN_HEAD_SIZES:
         return _in_two_kernels(query, key, value, trees, scaling)[None]
     grouped = query.shape[1] != key.shape[1]
-    # Of `x[0]` the gradient would be a copy among zeros.
+    # The gradient of `x[0]` is a copy among zeros, that of a squeeze none.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     outs = []
     for block in trees.blocks:

@@ -30,7 +30,6 @@ from xray_runtime.models.objectives import (
     Forward,
     Objective,
     Predictions,
-    Responses,
     Tensors,
     Terms,
     Texts,
@@ -38,6 +37,7 @@ from xray_runtime.models.objectives import (
     last_hidden,
     of_responses,
     response_logprobs,
+    response_positions,
     response_predictions,
 )
 from xray_runtime.models.sequence_parallel import States
@@ -67,11 +67,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
     @cached_property
     def _predicted(self) -> Predictions:
         wanted = torch.cat([*self._candidates.values()], 1).long() if self._candidates else None
-        return response_predictions(self.module, self.responses, self.rows, self._config.temperature, wanted)
-
-    @cached_property
-    def responses(self) -> Responses:
-        return Responses.of(self.hidden, self.rows)
+        return response_predictions(self.module, self.hidden, self.rows, self._config.temperature, wanted)
 
     @property
     def _candidates(self) -> dict[str, Tensor]:
@@ -94,7 +90,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
     @cached_property
     def values(self) -> Tensor:
         """Value of the state before each token."""
-        return self.module.scalars(self.responses.states)
+        return self.module.scalars(self.hidden[response_positions(self.rows) - 1])
 
     @cached_property
     def mask(self) -> Tensor:
@@ -109,8 +105,7 @@ class PolicyForward(Forward[PolicyBatch[Tensor]]):
     def replies(self) -> Tensor:
         """int64 from 0: which reply each token is of."""
         lengths = self.rows.input_ids.lengths - self.rows.prompt_lengths
-        rows = torch.arange(len(lengths), device=lengths.device)
-        return rows.repeat_interleave(lengths, output_size=len(self.responses.at))
+        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
     @cached_property
     def streams(self) -> dict[str, Tensor]:
@@ -297,9 +292,8 @@ class PPOObjective(Objective[PolicyForward]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         judged, rows = rows, _as_sampled(rows)
         hidden = last_hidden(module, rows)
-        responses = Responses.of(hidden, rows)
-        predicted = response_predictions(module, responses, rows, self.config.temperature)
-        scores = _values(module, hidden, responses, rows) if module.scalar is not None else Scores[Tensor]()
+        predicted = response_predictions(module, hidden, rows, self.config.temperature)
+        scores = _values(module, hidden, rows) if module.scalar is not None else Scores[Tensor]()
         if predicted.kept_mass is not None:
             scores = scores.with_columns(kept_mass=of_responses(predicted.kept_mass, rows))
         if "route_ids" in rows:
@@ -333,8 +327,7 @@ class CriticObjective(Objective[PolicyForward]):
         return PolicyForward(module, cast("PolicyBatch[Tensor]", rows.with_columns(route_ids=None)), self.config)
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
-        hidden = last_hidden(module, rows)
-        return _values(module, hidden, Responses.of(hidden, rows), rows)
+        return _values(module, last_hidden(module, rows), rows)
 
 
 def _as_sampled(rows: Texts) -> Texts:
@@ -349,7 +342,7 @@ def _as_sampled(rows: Texts) -> Texts:
     return rows.with_columns(input_ids=Ragged(ids.values[keep], offsets), trunk=trunk)
 
 
-def _values(module: HeadedLM, hidden: States, responses: Responses, rows: Texts) -> Scores[Tensor]:
-    values = module.scalars(responses.states)
+def _values(module: HeadedLM, hidden: States, rows: Texts) -> Scores[Tensor]:
+    values = module.scalars(hidden[response_positions(rows) - 1])
     final_values = module.scalars(hidden[rows.input_ids.offsets[1:] - 1])
     return Scores(values=of_responses(values, rows), final_values=final_values)

@@ -166,7 +166,7 @@ class _Search:
         awake: Sleeps = (workload.generator_sleeps, workload.trainer_sleeps)
         alone = [frozen.layout.tp] * frozen.layout.pp * frozen.layout.dp * len(self._frozen)
         known: dict[tuple[int, ...], list[Choice]] = {}
-        # What works at the same time is best when it takes equally long, with whatever share of the GPUs.
+        # Sides that work at the same time should take equally long, which any share of the GPUs may bring.
         ahead = workload.samples_ahead
         shares = {machine.num_devices * n // 8 for n in (range(1, 8) if ahead else (1, 2, 4))}
         replicas = {
