@@ -1,7 +1,8 @@
 """Plans of the standard cases: `python -m benchmarks.plan_table` prints docs/planning-table.md.
 
-Models of 0.5 to 70 billion parameters, trained by SFT, DPO, GRPO and PPO, all weights or LoRA adapters, on 1 to 64 GPUs
-of 24, 48, 80 and 141 GB, eight to a node. Nothing runs: each cell is what `runtime.parallel: auto` chooses there.
+Models of 0.5 to 70 billion parameters, trained by SFT, DPO, GRPO (also with a lag) and PPO, all weights or LoRA
+adapters, on 1 to 64 GPUs of 24, 48, 80 and 141 GB, eight to a node. Nothing runs: each cell is what `runtime.parallel:
+auto` chooses there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from xray_runtime.ops.planner.suggestions import suggest
 
 SMALL = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen3-8B")
 LARGE = ("Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B")
-STAGES = {"sft": "sft", "dpo": "dpo", "grpo": "ppo-1", "ppo": "ppo-1"}
+STAGES = {"sft": "sft", "dpo": "dpo", "grpo": "ppo-1", "lag 1": "ppo-1", "ppo": "ppo-1"}
 """Method → its stage."""
 NODE = 8
 LEGEND = """# Plans of the standard cases
@@ -30,7 +31,7 @@ LEGEND = """# Plans of the standard cases
 iteration by the [cost model](planning.md#how-fast), an estimate that no GPU has confirmed. Prompts and replies have
 1,024 tokens each (DPO: 512 in a reply). A step of SFT has 64 rows, of DPO 64 pairs; an iteration of GRPO and PPO has
 512 replies, in steps of 128. Passes are in bfloat16, weights go straight to the generator, and eight GPUs are a node.
-PPO has a critic and a reward model as large as the policy.
+LAG 1 is GRPO with `lag: 1`. PPO has a critic and a reward model as large as the policy.
 
 Z: ZeRO stage. T, P, D: tensor, pipeline and data parallel. k: thousands of tokens of a training pass. R: activations
 are recomputed. O: optimizer states are offloaded. G: the generator's tensor parallel × replicas. s: the generator
@@ -78,8 +79,9 @@ def graph_of(case: Case) -> Graph:
         "runtime": {"device": "cuda", "parallel": "auto", "weight_transfer": "auto"},
     }
     stage = {"minibatch_size": 128, "max_new_tokens": 1024, **training}
-    if case.method == "grpo":
-        stages = [{"method": "grpo", "prompts_per_iteration": 64, "samples_per_prompt": 8, **stage}]
+    if case.method in ("grpo", "lag 1"):
+        groups = {"prompts_per_iteration": 64, "samples_per_prompt": 8, "lag": int(case.method == "lag 1")}
+        stages = [{"method": "grpo", **groups, **stage}]
         written |= {"rewards": [{"verifier": {"kind": "regex", "pattern": "x"}}], "ppo": {"stages": stages}}
     elif case.method == "ppo":
         stages = [{"prompts_per_iteration": 512, "critic": "separate", **stage}]

@@ -44,6 +44,8 @@ class ModelRole:
     """Passes over the rows of one request."""
     sequences_per_row: int = 1
     """2 if a row is a pair of replies."""
+    samples_ahead: bool = False
+    """Whether it samples the next rollout while the other models score one and learn from it."""
     kept_rollouts: int = 0
     """Rollouts of a sampled model that the stage keeps in its checkpoint."""
     keeps_routes: bool = False

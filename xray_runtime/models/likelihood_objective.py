@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xray_runtime.data.batch import Scores
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Forward, Objective, Texts, by_row, last_hidden, response_positions
+from xray_runtime.models.objectives import Forward, Objective, Texts, last_hidden, reply_sums, response_positions
 from xray_runtime.models.sequence_parallel import States, each_where_it_is
 
 CHUNK = 1024
@@ -25,11 +25,12 @@ class LikelihoodObjective(Objective[Forward[Texts]]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         hidden, at = last_hidden(module, rows), response_positions(rows)
         targets = rows.input_ids.values[at]
-        logprobs, _ = module.logprobs(hidden[at - 1], targets, 1.0)
-        same = _likeliest(module, hidden[at - 1]) == targets
+        states = hidden[at - 1]
+        logprobs, _ = module.logprobs(states, targets, 1.0)
+        others = _likeliest(module, states) != targets
         return Scores(
-            loglikelihood=torch.stack([reply.double().sum() for reply in by_row(logprobs, rows)]).float(),
-            greedy=torch.stack([reply.all() for reply in by_row(same, rows)]).float(),
+            loglikelihood=reply_sums(logprobs.double(), rows).float(),
+            greedy=(reply_sums(others.double(), rows) == 0).float(),
         )
 
 

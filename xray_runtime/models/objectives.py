@@ -204,8 +204,9 @@ def response_positions(rows: Texts) -> Tensor:
     """Indices of response tokens among all tokens [R]; the state before each predicts it."""
     lengths = rows.input_ids.lengths
     first = rows.input_ids.offsets[:-1] + rows.prompt_lengths
-    places = torch.arange(len(rows.input_ids.values), device=first.device)
-    return (places >= first.repeat_interleave(lengths)).nonzero().squeeze(-1)
+    num_tokens = len(rows.input_ids.values)
+    places = torch.arange(num_tokens, device=first.device)
+    return (places >= first.repeat_interleave(lengths, output_size=num_tokens)).nonzero().squeeze(-1)
 
 
 class Predictions(NamedTuple):
@@ -261,11 +262,6 @@ def of_responses(flat: Tensor, rows: Texts) -> Ragged[Tensor]:
     """Values of response tokens [R] as rows."""
     prompts = rows.prompt_lengths.cumsum(0)
     return Ragged(flat, rows.input_ids.offsets - torch.cat([prompts.new_zeros(1), prompts]))
-
-
-def by_row(flat: Tensor, rows: Texts) -> list[Tensor]:
-    """Values of response tokens [R], split by row."""
-    return list(flat.split((rows.input_ids.lengths - rows.prompt_lengths).tolist()))
 
 
 def reply_sums(flat: Tensor, rows: Texts) -> Tensor:

@@ -12,8 +12,9 @@ Shapes: B sequences of N tokens, of which M are computed, a heads, d head size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -234,7 +235,7 @@ def packed_states(
     row = {name: flat[trees.computed] for name, flat in entering.items()} | {"position_ids": trees.positions}
     own = {name: (flat if ranks is None else ranks.share(flat))[None] for name, flat in row.items()}
     out = backbone(**own, attention_mask=no_mask, trees=trees, sequence_ranks=ranks)
-    states = out.last_hidden_state[0]
+    states = out.last_hidden_state.squeeze(0)
     return _gathered(states, trees.given) if ranks is None else shared_states(states, trees.given, ranks)
 
 
@@ -271,7 +272,8 @@ def _packed_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, s
     if query.is_cuda and half and query.shape[-1] in VARLEN_HEAD_SIZES:
         return _in_two_kernels(query, key, value, trees, scaling)[None]
     grouped = query.shape[1] != key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # The gradient of `x[0]` is a copy among zeros, that of a squeeze none.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     outs = []
     for block in trees.blocks:
         queries, keys, values = (_gathered(x, block.index) for x in (q, k, v))
@@ -298,13 +300,20 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
     return rows
 
 
+@cache
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether a version of torch's kernel takes fewer heads of keys than of queries; each look takes as long as an
+    operation of a layer."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scaling: float | None) -> Tensor:
     """The output of attention [M, a, d] by torch's kernel for sequences of different lengths."""
     from torch.nn.attention import varlen
 
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        if _takes_groups(varlen.varlen_attn):
             options["enable_gqa"] = True
         else:  # torch 2.11 and 2.12
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -314,7 +323,7 @@ def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, sca
         assert isinstance(out, Tensor)
         return out
 
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
     end, prefixes, suffixes = trees.bounds
     out = attend(q[:end], k[:end], v[:end], prefixes)
     if suffixes is None:

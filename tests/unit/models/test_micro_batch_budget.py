@@ -1,23 +1,28 @@
-"""What a micro-batch costs beside its arithmetic: calls of torch from Python, operations, bytes that are moved. None of
-them grows with the number of rows or replies but the bytes, which are those of the columns. How often the host waits
-for a GPU is in `test_two_kernels`."""
+"""What a micro-batch costs beside its arithmetic: calls of torch from Python, operations, copies, bytes that go to a
+GPU, and numbers that the host waits for. None of them grows with the number of rows or replies but the bytes, which are
+those of the columns. Each budget is what was measured and a tenth more."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.source_trees import nodes
-from tests.unit.models.families import model
+from tests.unit.models.families import SIZES, model
+from tests.unit.models.on_cuda import Copies, Waits, uncounted_kernel
+from xray_runtime.algorithms import logprobs
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.data.batch import LabelledBatch, PairBatch, PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
@@ -27,6 +32,7 @@ from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.models import heads, packing
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Objective, SFTObjective, training_loss
 from xray_runtime.models.reward_objective import RewardObjective
@@ -46,88 +52,232 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+COPIES = (
+    *(
+        "_to_copy",
+        "clone",
+        "copy_",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "embedding",
+        "gather",
+        "repeat_interleave",
+    ),
+    *("zeros", "new_zeros", "zeros_like", "full", "fill_", "zero_", "slice_backward", "select_backward"),
+    *("embedding_dense_backward", "index_put", "index_put_", "index_copy_", "index_add", "index_add_", "scatter_add_"),
+)
+"""Operations that compute nothing but where a number stands."""
+
+
 class Operations(TorchDispatchMode):
-    """Counts operations, of the backward pass too."""
+    """Counts operations, of the backward pass too, and the bytes that `COPIES` write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.copied = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        return func(*args, **kwargs or {})
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in COPIES and isinstance(made, torch.Tensor):
+            self.copied += made.nbytes
+        return made
 
 
-def texts(rows: int, first: int = 10) -> Ragged:
-    """Rows of equal lengths with a prompt of their own each."""
-    return Ragged.of([[first + row, *range(1, PROMPT + REPLY)] for row in range(rows)])
+Lengths = list[tuple[int, int]]
+"""Tokens of prompt and reply of each row."""
 
 
-def columns(rows: int) -> dict[str, Any]:
-    return {"input_ids": texts(rows), "prompt_lengths": np.full(rows, PROMPT), "id": np.arange(rows)}
+def even(rows: int) -> Lengths:
+    return [(PROMPT, REPLY)] * rows
 
 
-def by_token(rows: int) -> Ragged:
-    return Ragged.of([[0.0] * REPLY] * rows, np.float32)
+def texts(lengths: Lengths, first: int = 10) -> Ragged:
+    """Rows with a prompt of their own each."""
+    return Ragged.of([[first + row, *range(1, sum(length))] for row, length in enumerate(lengths)])
 
 
-def policy_rows(rows: int) -> TextBatch:
+def columns(lengths: Lengths) -> dict[str, Any]:
+    prompts = np.array([prompt for prompt, _ in lengths])
+    return {"input_ids": texts(lengths), "prompt_lengths": prompts, "id": np.arange(len(lengths))}
+
+
+def policy_rows(lengths: Lengths) -> TextBatch:
     names = ("old_logprobs", "advantages", "weights", "values", "returns")
-    return PolicyBatch(**columns(rows), **{name: by_token(rows) for name in names})
+    by_token = Ragged.of([[0.0] * reply for _, reply in lengths], np.float32)
+    return PolicyBatch(**columns(lengths), **dict.fromkeys(names, by_token))
 
 
-def pairs(rows: int) -> TextBatch:
-    scores = {name: np.zeros(rows, np.float32) for name in ("ref_chosen", "ref_rejected")}
-    return PairBatch(**columns(rows), rejected_ids=texts(rows, 50), **scores)
+def groups(lengths: Lengths) -> TextBatch:
+    """Pairs of rows with one prompt, as in GRPO."""
+    rows = policy_rows(lengths)
+    ids = [np.where(np.arange(len(row)) == 0, 10 + number // 2, row) for number, row in enumerate(rows.input_ids)]
+    return rows.with_columns(input_ids=Ragged.of(ids), values=None, returns=None)
 
 
-def labelled(rows: int) -> TextBatch:
+def pairs(lengths: Lengths) -> TextBatch:
+    scores = {name: np.zeros(len(lengths), np.float32) for name in ("ref_chosen", "ref_rejected")}
+    return PairBatch(**columns(lengths), rejected_ids=texts(lengths, 50), **scores)
+
+
+def labelled(lengths: Lengths) -> TextBatch:
+    count = len(lengths)
     return LabelledBatch(
-        **columns(rows), ref_reply_logprobs=np.zeros(rows, np.float32), desirable=np.arange(rows) % 2 == 0
+        **columns(lengths), ref_reply_logprobs=np.zeros(count, np.float32), desirable=np.arange(count) % 2 == 0
     )
 
 
-CASES: dict[str, tuple[Callable[[], Objective[Any]], Callable[[int], TextBatch], int, int]] = {
-    "sft": (SFTObjective, lambda rows: TextBatch(**columns(rows)), 320, 560),
-    "reward": (RewardObjective, pairs, 320, 560),
-    "dpo": (lambda: DPOObjective(DPOConfig()), pairs, 380, 620),
-    "kto": (lambda: KTOObjective(KTOConfig()), labelled, 350, 600),
-    "policy": (lambda: PPOObjective(PPOStageConfig()), policy_rows, 370, 630),
-    "critic": (lambda: CriticObjective(PPOStageConfig()), policy_rows, 330, 590),
+class Budget(NamedTuple):
+    """The most of training, and of scoring."""
+
+    calls: tuple[int, int]
+    """Calls of torch for a model of one layer."""
+    operations: tuple[int, int]
+    waits: int
+    calls_a_layer: int = 84
+    """Of each further layer; transformers' own code makes most of them."""
+    operations_a_layer: tuple[int, int] = (290, 106)
+
+
+class Case(NamedTuple):
+    objective: Callable[[], Objective[Any]]
+    rows: Callable[[Lengths], TextBatch]
+    most: Budget
+    scalar_head: bool = False
+
+
+CASES = {
+    "sft": Case(SFTObjective, lambda lengths: TextBatch(**columns(lengths)), Budget((295, 310), (525, 300), 29)),
+    "reward": Case(RewardObjective, pairs, Budget((300, 285), (530, 280), 27), scalar_head=True),
+    "dpo": Case(lambda: DPOObjective(DPOConfig()), pairs, Budget((360, 315), (595, 305), 28)),
+    "kto": Case(lambda: KTOObjective(KTOConfig()), labelled, Budget((325, 300), (570, 295), 28)),
+    "policy": Case(lambda: PPOObjective(PPOStageConfig()), policy_rows, Budget((345, 295), (600, 290), 28)),
+    # Suffixes with their prompts attend in a call of their own.
+    "groups": Case(lambda: PPOObjective(PPOStageConfig()), groups, Budget((435, 390), (735, 380), 36, 118, (370, 143))),
+    "critic": Case(lambda: CriticObjective(PPOStageConfig()), policy_rows, Budget((310, 295), (565, 290), 28), True),
 }
-"""Objective, rows, and of a micro-batch of a model of one layer the most calls of torch and the most operations."""
-CALLS_A_LAYER, OPERATIONS_A_LAYER = 84, 290
-"""Of each further layer; transformers' own code makes most of them."""
+OPERATIONS_A_BLOCK, OPERATIONS_A_CHUNK = 46, 50
+"""Of training: of each further block of sequences in each layer, and of each further chunk of logits."""
+COPIED_A_LAYER = (20.5, 9.3)
+"""Bytes that copies write in each further layer, of training and of scoring, beside those of one activation [N, H]."""
+SCORING = pytest.mark.parametrize("scoring", [False, True], ids=["training", "scoring"])
 
 
-def counts(name: str, rows: int, layers: int) -> tuple[int, int]:
-    """(calls, operations) of one micro-batch, forward and backward."""
-    objective, made, *_ = CASES[name]
-    module = HeadedLM(model("llama", num_hidden_layers=layers), scalar_head=name in ("reward", "critic"))
-    totals, batch = StepTotals(tokens=1.0, rows=1.0), as_tensors(made(rows))
+class Cost(NamedTuple):
+    """Of one micro-batch: forward and backward, or scoring."""
+
+    calls: int
+    operations: int
+    copied: int
+    num_tokens: int
+
+    def copied_beside(self, other: Cost) -> float:
+        """Bytes more than of `other`, as activations [N, H]."""
+        return (self.copied - other.copied) / (self.num_tokens * int(SIZES["hidden_size"]) * 8)
+
+
+def work(name: str, lengths: Lengths, layers: int, scoring: bool) -> tuple[TextBatch[Tensor], Callable[[], object]]:
+    """(a micro-batch, what to do with it)."""
+    case = CASES[name]
+    module = HeadedLM(model("llama", num_hidden_layers=layers), scalar_head=case.scalar_head)
+    totals, batch = StepTotals(tokens=1.0, rows=1.0), as_tensors(case.rows(lengths))
+
+    def score() -> object:
+        with torch.no_grad():
+            return case.objective().score(module, batch)
+
+    return batch, score if scoring else lambda: training_loss(module, case.objective(), batch, totals).loss.backward()
+
+
+def cost(name: str, lengths: Lengths, layers: int, scoring: bool = False) -> Cost:
+    batch, task = work(name, lengths, layers, scoring)
     operations, calls = Operations(), Calls()
     with operations, calls:
-        training_loss(module, objective(), batch, totals).loss.backward()
-    return calls.count, operations.count
+        task()
+    return Cost(calls.count, operations.count, operations.copied, sum(len(side.values) for side in batch.sides()))
 
 
+@SCORING
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_operations(name: str) -> None:
-    *_, most_calls, most_operations = CASES[name]
-    (calls, operations), deeper = counts(name, 6, 1), counts(name, 6, 2)
-    assert calls <= most_calls
-    assert operations <= most_operations
-    assert deeper[0] - calls <= CALLS_A_LAYER
-    assert deeper[1] - operations <= OPERATIONS_A_LAYER
-    # One more for each row would be seen.
-    assert counts(name, 12, 1) == (calls, operations)
+def test_calls_operations_and_copies(name: str, scoring: bool) -> None:
+    most, one, two = CASES[name].most, *(cost(name, even(6), layers, scoring) for layers in (1, 2))
+    assert one.calls <= most.calls[scoring]
+    assert one.operations <= most.operations[scoring]
+    assert two.calls - one.calls <= most.calls_a_layer
+    assert two.operations - one.operations <= most.operations_a_layer[scoring]
+    assert two.copied_beside(one) <= COPIED_A_LAYER[scoring]
+    # Each further layer takes as many, and one more for each row would be seen.
+    three, wide = cost(name, even(6), 3, scoring), cost(name, even(12), 1, scoring)
+    assert (three.calls - two.calls, three.operations - two.operations) == (
+        two.calls - one.calls,
+        two.operations - one.operations,
+    )
+    assert (wide.calls, wide.operations) == (one.calls, one.operations)
+
+
+def test_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row by itself in attention, and logits for few tokens at a time."""
+    with monkeypatch.context() as each:
+        each.setattr(packing, "CALL_SCORES", -1000)
+        found = {(n, layers): cost("policy", even(n), layers).operations for n in (2, 4) for layers in (1, 2)}
+    assert 0 < found[4, 2] - found[2, 2] - (found[4, 1] - found[2, 1]) <= 2 * OPERATIONS_A_BLOCK
+
+    def in_chunks(num_chunks: int) -> int:
+        tokens = 12 * REPLY // num_chunks
+        size = tokens * int(SIZES["vocab_size"])
+        chunked = functools.partial(logprobs.chunked_logprobs_and_entropy, max_logits=size)
+        monkeypatch.setattr(heads, "chunked_logprobs_and_entropy", chunked)
+        return cost("policy", even(12), 1).operations
+
+    assert 0 < in_chunks(4) - in_chunks(2) <= 2 * OPERATIONS_A_CHUNK
+
+
+@SCORING
+@pytest.mark.parametrize("name", CASES)
+def test_waits_for_a_gpu(name: str, scoring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, where one kernel takes sequences of all lengths."""
+    uncounted_kernel(monkeypatch)
+
+    def waits(lengths: Lengths, layers: int) -> Counter[str]:
+        _, task = work(name, lengths, layers, scoring)
+        found = Waits()
+        with found, Copies(found.counts):
+            task()
+        return found.counts
+
+    few = waits(even(6), 1)
+    assert few.total() <= CASES[name].most.waits
+    # One more in each layer, for each row, in each block or in each chunk of logits would be seen.
+    assert waits(even(6), 3) == few
+    assert waits(even(12), 1) == few
+    assert waits([(PROMPT, REPLY + row) for row in range(6)], 1) == few
+    chunked = functools.partial(logprobs.chunked_logprobs_and_entropy, max_logits=100)
+    monkeypatch.setattr(heads, "chunked_logprobs_and_entropy", chunked)
+    assert waits(even(6), 1) == few
+
+
+def test_bytes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the rows themselves: the places of tokens in the row and back, and where each sequence ends."""
+    uncounted_kernel(monkeypatch)
+
+    def sent(lengths: Lengths) -> int:
+        _, task = work("policy", lengths, 2, False)
+        copies = Copies(Counter())
+        with copies:
+            task()
+        return copies.bytes_to_gpu
+
+    # Three int64 a token, two int32 a sequence.
+    assert sent(even(12)) - sent(even(6)) == 6 * (3 * 8 * (PROMPT + REPLY) + 2 * 4)
 
 
 def test_bytes() -> None:
     """Of six more rows, each way."""
 
     def moved(rows: int) -> tuple[int, int, int]:
-        sent = policy_rows(rows).on_wire()
+        sent = policy_rows(even(rows)).on_wire()
         module = HeadedLM(model("llama", num_hidden_layers=1))
         tensors = as_tensors(sent)
         arrived = tensors.map(lambda tensor: tensor.numpy()).num_bytes
@@ -153,8 +303,8 @@ def test_two_are_in_their_passes_at_the_same_time(
     name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that both need would let the first pass end before the second begins."""
-    objective, made, *_ = CASES[name]
-    module = HeadedLM(model("llama", num_hidden_layers=1), scalar_head=name in ("reward", "critic"))
+    case = CASES[name]
+    module = HeadedLM(model("llama", num_hidden_layers=1), scalar_head=case.scalar_head)
     met, hidden = threading.Barrier(2), HeadedLM.hidden
 
     def meeting(*args: Any) -> Any:
@@ -162,8 +312,8 @@ def test_two_are_in_their_passes_at_the_same_time(
         return hidden(*args)
 
     monkeypatch.setattr(HeadedLM, "hidden", meeting)
-    totals, batch = StepTotals(tokens=1.0, rows=1.0), as_tensors(made(4))
-    passes = in_threads(lambda number: training_loss(module, objective(), batch, totals).loss.item(), range(2))
+    totals, batch = StepTotals(tokens=1.0, rows=1.0), as_tensors(case.rows(even(4)))
+    passes = in_threads(lambda number: training_loss(module, case.objective(), batch, totals).loss.item(), range(2))
     first, second = (loss for _, loss in passes)
     assert first == second
 

@@ -39,7 +39,6 @@ from xray_runtime.models.objectives import (
     Predictions,
     ReferenceObjective,
     SFTObjective,
-    by_row,
     reply_sums,
     response_positions,
     training_loss,
@@ -68,7 +67,6 @@ def test_response_positions_by_hand(as_rows: AsRows) -> None:
     # Row 0 has 3 + 4 tokens: 3 to 6 are its reply. Row 1 begins at 7: 2 + 1 tokens. Row 2 has no reply, row 3 one of 1.
     rows = as_rows([*PAIRS[:2], ([4, 4], []), ([4], [6])])
     assert response_positions(batch(rows)).tolist() == [3, 4, 5, 6, 9, 13]
-    assert [part.tolist() for part in by_row(torch.arange(6), batch(rows))] == [[0, 1, 2, 3], [4], [], [5]]
 
 
 def test_the_sum_of_a_long_reply_is_rounded_once(as_rows: AsRows) -> None:
@@ -180,7 +178,8 @@ def test_the_policy_gradient_theorem_holds_on_policy(make_lm: MakeLM, as_rows: A
     rows["old_logprobs"] = PPOObjective(config).score(module, batch(rows)).logprobs.values.detach()
     loss, stats = training_loss(module, PPOObjective(config), batch(rows), StepTotals(tokens=10.0))
     total = torch.zeros((), dtype=torch.float64)
-    for (prompt, reply), a in zip(PAIRS, by_row(rows["weights"] * rows["advantages"], batch(rows)), strict=True):
+    weighted = (rows["weights"] * rows["advantages"]).split([len(reply) for _, reply in PAIRS])
+    for (prompt, reply), a in zip(PAIRS, weighted, strict=True):
         total = total - (a * reply_logprobs(lm, prompt, reply, 0.7)).sum()
     wanted = gradients(module, total / 10)
     for name, gradient in gradients(module, loss).items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.message_texts import Messages
 from tests.unit.trust.synthetic import Lifecycle, model
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history import reference
@@ -56,3 +57,9 @@ def test_a_manifest_that_is_not_the_logged_one_does_not_count(life: Lifecycle) -
     shutil.copy(other.path / "manifest.json", sft.path / "manifest.json")
     with pytest.raises(ConfigError, match="matches nothing"):
         resolve_history(sft.path.name, life.output, None)
+
+
+def test_a_stage_that_ran_with_two_settings_names_two(life: Lifecycle, message_texts: Messages) -> None:
+    life.add("sft", "sft", model("longer"), {"base": "base", "data": "prepare"}, {"epochs": 2})
+    with message_texts.raises(ConfigError):
+        resolve("sft", life.output, None)

@@ -184,7 +184,10 @@ def find(reference: str, store: LineageStore) -> Node:
         raise ConfigError(f"REF: {reference!r} matches nothing in {store.output}; its stages: {stages}")
     if len(matches) > 1:
         choices = ", ".join(sorted(node.directory.name for node in matches)[:8])
-        raise ConfigError(f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}")
+        raise ConfigError(
+            f"REF: {reference!r} is not allowed: it names {len(matches)} checkpoints: {choices}: use one of these "
+            "names; stages that run with other settings stay apart by a name=… of their own"
+        )
     return matches[0]
 
 

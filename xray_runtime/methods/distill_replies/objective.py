@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.distillation import generalized_jsd
 from xray_runtime.data.batch import Scores, StepTotals, TaughtBatch
 from xray_runtime.models.cached import cached_property
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Component, Forward, Objective, Terms, Texts, by_row
+from xray_runtime.models.objectives import Component, Forward, Objective, Terms, Texts, reply_sums
 from xray_runtime.models.teacher_objective import with_likeliest
 
 if TYPE_CHECKING:
@@ -81,5 +80,5 @@ class DistillRepliesObjective(Objective[TaughtForward]):
 
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         forward = self.forward(module, rows)
-        nll, apart = (torch.stack([x.sum() for x in by_row(of, rows)]) for of in (forward.nll, forward.divergence))
+        nll, apart = (reply_sums(of, rows) for of in (forward.nll, forward.divergence))
         return Scores(nll=nll, teacher_divergence=apart)

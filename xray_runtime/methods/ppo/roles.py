@@ -19,6 +19,7 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
         "generator": sampled(
             config.generator,
             "policy",
+            samples_ahead=config.lag > 0,
             kept_rollouts=_kept_rollouts(config),
             keeps_routes=config.routing == "replay" and config.ledger.tokens == "kept",
             kept_top_tokens=config.top_logprobs if config.score_centering and config.ledger.tokens == "kept" else 0,

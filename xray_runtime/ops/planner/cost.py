@@ -4,6 +4,8 @@ are estimates.
 An iteration is one rollout with its scoring and updates, or one optimizer step of a stage that only trains. Every
 sequence is assumed to be as long as the config allows.
 
+Phases follow one another; with a lag and separate GPUs the generator works beside the others (`plan.overlapped`).
+
     generate   decoding: a step reads the weights and the cache of all running sequences; prefill is compute
     score      one forward pass of each frozen model, and of each trained one for its old log-probabilities
     update     passes (forward 1, backward 2, recomputation 1; adapters save a third) beside ZeRO's collectives, which

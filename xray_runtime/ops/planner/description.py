@@ -78,6 +78,8 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         "sequence_tokens": chosen.workload.sequence_tokens,
         "most_sequence_tokens": most_row_tokens(chosen),
         "seconds": {phase: round(seconds, 3) for phase, seconds in chosen.seconds.items()},
+        "iteration_seconds": round(chosen.iteration_s, 3),
+        "overlaps": chosen.overlaps,
         "bottleneck": chosen.bottleneck,
         "disk_gb": {what: _gb(size) for what, size in disk_bytes(chosen.workload).items()},
         "peak_gb": _gb(chosen.fullest.peak_bytes),
@@ -181,7 +183,8 @@ def _seconds_text(plan: Plan) -> str:
     phases = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in plan.seconds.items())
     turns = ["generator"] * plan.workload.generator_sleeps + ["trainer"] * plan.workload.trainer_sleeps
     asleep = f"; asleep in turn: {', '.join(turns)}" if turns else ""
-    return f"{plan.iteration_s:.3g} an iteration ({phases}), most in {plan.bottleneck}{asleep}"
+    beside = "; generate while the others score and update" if plan.overlaps else ""
+    return f"{plan.iteration_s:.3g} an iteration ({phases}{beside}), most in {plan.bottleneck}{asleep}"
 
 
 def machine_of(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:

@@ -7,8 +7,9 @@
     colocated  every model on all GPUs; all awake, the generator asleep while the others work, or each in turn
     separate   GPUs of its own for every model: the trained ones share what the others leave
 
-Seconds of the phases add up, so each use has its own list of choices, and a plan is one of each. Ranks share the tokens
-of rows, and optimizer states are offloaded, which is always slower, only where nothing fits without.
+Seconds of the phases add up, or with a lag and separate GPUs those of the longer side count (`plan.overlapped`), so
+each use has its own list of choices, and a plan is one of each. Ranks share the tokens of rows, and optimizer states
+are offloaded, which is always slower, only where nothing fits without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from xray_runtime.ops.planner.cost import (
     update_seconds,
 )
 from xray_runtime.ops.planner.memory import Layout
-from xray_runtime.ops.planner.plan import NOTHING, Placement, Plan, Sleeps, UseMemory, peak_bytes, plan_of
+from xray_runtime.ops.planner.plan import NOTHING, Placement, Plan, Sleeps, UseMemory, overlapped, peak_bytes, plan_of
 from xray_runtime.ops.planner.splits import (
     DEGREES,
     MAX_RANKS,
@@ -60,6 +61,8 @@ class Choice:
     seconds: float = 0.0
     asleep_seconds: float = 0.0
     """Seconds to free the memory and to restore it."""
+    sync_seconds: float = 0.0
+    """Those of `seconds` for which the generator waits."""
     held: UseMemory = NOTHING
     """All models of the use or, if separate, the total of the largest."""
     micro_batch_tokens: int = 0
@@ -163,10 +166,12 @@ class _Search:
         awake: Sleeps = (workload.generator_sleeps, workload.trainer_sleeps)
         alone = [frozen.layout.tp] * frozen.layout.pp * frozen.layout.dp * len(self._frozen)
         known: dict[tuple[int, ...], list[Choice]] = {}
-        halves = {machine.num_devices // 2**n for n in range(1, 4)}
+        # Sides that work at the same time should take equally long, which any share of the GPUs may bring.
+        ahead = workload.samples_ahead
+        shares = {machine.num_devices * n // 8 for n in (range(1, 8) if ahead else (1, 2, 4))}
         replicas = {
-            tp: [count for count in counts if fewer or count == 1 or tp * count in halves]
-            for tp, counts in self._replica_counts(fewer=True).items()
+            tp: [count for count in counts if fewer or count == 1 or tp * count in shares]
+            for tp, counts in self._replica_counts(fewer=True, shares=shares if ahead else ()).items()
         }
         for sampled in self._generating(replicas, shared=False):
             others = alone + [sampled.layout.tp] * sampled.layout.dp * len(self._sampled)
@@ -178,6 +183,9 @@ class _Search:
                 known[left] = list(self._training(by_degree.__getitem__, fewer=fewer, shared=False))
             for trained in known[left]:
                 seconds = trained.seconds + frozen.seconds + sampled.seconds
+                if ahead:
+                    beside = seconds - sampled.seconds - trained.sync_seconds
+                    seconds = trained.sync_seconds + overlapped(sampled.seconds, beside)
                 yield _ranking(seconds, sampled), awake, trained, frozen, sampled
 
     def _training(self, groups_of: Callable[[int], int], *, fewer: bool, shared: bool) -> Iterator[Choice]:
@@ -209,10 +217,10 @@ class _Search:
                 updates = [update_seconds(role, layout, one, machine) for role in roles]
                 seconds = [update + score for update, score in zip(updates, each, strict=True)]
                 total = sum(seconds) if shared else max(seconds)
-                if self._sampled:
-                    total += sync_seconds(roles[0], layout, one, machine, shared=shared)
+                sync = sync_seconds(roles[0], layout, one, machine, shared=shared) if self._sampled else 0.0
+                needs |= {"micro_batch_tokens": tokens, "sync_seconds": sync}
                 again = all(role.options.checkpointing for role in roles)
-                yield Choice(layout, total, micro_batch_tokens=tokens, checkpointing=again, **needs)
+                yield Choice(layout, total + sync, checkpointing=again, **needs)
                 if needs["held"].total > machine.usable_bytes:
                     break
 
@@ -255,14 +263,16 @@ class _Search:
                 return choice
         return self._frozen_choice(Layout(), shared=False)
 
-    def _replica_counts(self, fewer: bool) -> Mapping[int, Sequence[int]]:
-        """Tensor-parallel degree → numbers of replicas of the generator."""
+    def _replica_counts(self, fewer: bool, shares: Iterable[int] = ()) -> Mapping[int, Sequence[int]]:
+        """Tensor-parallel degree → numbers of replicas of the generator; also those that take these numbers of GPUs."""
         workload = self._workload
         free = "generator_replicas" in workload.open_choices
         replicas = {}
         for tp, pp in splits(self._sampled, self._machine):
             most = min(groups(self._machine, tp, []), workload.rollout_size)
-            counts = _counts(most, fewer) if free else [workload.generator_replicas]
+            counts = [workload.generator_replicas]
+            if free:
+                counts = [*dict.fromkeys([*_counts(most, fewer), *(n // tp for n in shares if n >= tp)])]
             if pp == 1:
                 replicas[tp] = [count for count in counts if count <= most]
         if self._sampled and not any(replicas.values()):
@@ -301,6 +311,7 @@ def _keep(front: list[Choice], choice: Choice) -> None:
     def better(a: Choice, b: Choice) -> bool:
         return (
             a.seconds <= b.seconds
+            and a.sync_seconds <= b.sync_seconds
             and a.held.total <= b.held.total
             and a.held.resident + a.held.syncing <= b.held.resident + b.held.syncing
             and a.held.resident <= b.held.resident

@@ -142,14 +142,28 @@ class Plan:
         return self.workload.running_sequences(self.layouts["sampled"]) if self.workload.of_use("sampled") else None
 
     @property
+    def overlaps(self) -> bool:
+        """Whether the generator samples while the other models score and learn; see `overlapped`."""
+        return self.workload.samples_ahead and self.placement == "separate"
+
+    @property
     def iteration_s(self) -> float:
         """Seconds of one iteration."""
-        return sum(self.seconds.values())
+        generate, others = self._beside_one_another
+        total = sum(self.seconds.values())
+        return total - generate - others + overlapped(generate, others) if self.overlaps else total
 
     @property
     def bottleneck(self) -> str | None:
-        """The phase of an iteration that takes the longest; None on CPU."""
-        return max(self.seconds, key=self.seconds.__getitem__, default=None)
+        """The phase of an iteration that takes the longest; None on CPU. Where phases overlap, of the longer side."""
+        generate, others = self._beside_one_another
+        hidden = () if not self.overlaps else ("score", "update") if generate > others else ("generate",)
+        return max((phase for phase in self.seconds if phase not in hidden), key=self.seconds.__getitem__, default=None)
+
+    @property
+    def _beside_one_another(self) -> tuple[float, float]:
+        """Seconds of the generator, and of the models that score and learn."""
+        return self.seconds.get("generate", 0.0), self.seconds.get("score", 0.0) + self.seconds.get("update", 0.0)
 
     @property
     def kind(self) -> str:
@@ -170,6 +184,19 @@ class Plan:
         """Whether optimizer states of trained models are in host memory."""
         trained = self.workload.of_use("trained")
         return bool(trained) and all(role.options.offload for role in trained)
+
+
+def overlapped(generate: float, others: float) -> float:
+    """Seconds after `sync` of an iteration with a lag (`methods/ppo/body.py`), if the generator has GPUs of its own.
+
+        sync      the generator waits: it has sampled all that it was asked for, or holds what it has not
+        then      it samples one rollout, while the others score one that it sampled before and learn from it
+        end       when both are done
+
+    A larger lag also samples one rollout an iteration, and so hides no more. With `in_flight_updates` an iteration does
+    not wait for its own slowest reply, but on average for as many. On GPUs that all share, the work adds up.
+    """
+    return max(generate, others)
 
 
 def plan_of(workload: Workload, machine: Machine, placement: Placement, layouts: Mapping[Use, Layout]) -> Plan:

@@ -62,6 +62,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
         generator_replicas=call.runtime.generator_replicas,
         generator_sleeps=call.runtime.generator_sleeps,
         trainer_sleeps=call.runtime.trainer_sleeps,
+        samples_ahead=any(role.samples_ahead for role in kept.values()),
         device="cpu" if device == "cpu" else "cuda",
         through_host=call.runtime.weight_transfer == "plasma",
         open_choices=frozenset(_open_choices(call, engines)) if device != "cpu" else frozenset(),

@@ -83,6 +83,8 @@ class Workload:
     """The generator releases its memory while the other models work."""
     trainer_sleeps: bool = False
     """Trained models release theirs while the generator works."""
+    samples_ahead: bool = False
+    """The generator samples the next rollout while the other models score one and learn from it."""
     cache_scale: int = 4
     """Size of the KV cache, in units of `CACHED_SEQUENCES` and `CACHED_TOKENS`."""
     device: Literal["cpu", "cuda"] = "cuda"
