@@ -15,8 +15,8 @@ class cached_property(Generic[T]):
     another (`engines.threads`). Threads that first ask the same object may both compute.
     """
 
-    def __init__(self, compute: Callable[[Any], T]) -> None:
-        self._compute, self.__doc__ = compute, compute.__doc__
+    def __init__(self, func: Callable[[Any], T]) -> None:
+        self.func = func
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -28,5 +28,5 @@ class cached_property(Generic[T]):
     def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
         if instance is None:
             return self
-        value = instance.__dict__[self._name] = self._compute(instance)
+        value = instance.__dict__[self._name] = self.func(instance)
         return value
