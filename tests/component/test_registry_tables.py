@@ -63,7 +63,7 @@ def test_the_tables_name_what_mlflow_names(tracker: Tracker) -> None:
     client.set_registered_model_alias("policy", "candidate", "1")
     client.set_registered_model_alias("policy", "champion", "2")
     assert [named(ref) for ref in ("policy@candidate", "policy@champion")] == ["a", "b"]
-    for reference in ("policy@none", "policy/3", "policy/x", "none/1", "none@candidate", "policy@Candidate"):
+    for reference in ("policy@none", "policy/3", "policy/x", "none/1", "none@candidate", "policy@Candidate", "@x"):
         assert named(reference) is None
     client.delete_registered_model_alias("policy", "candidate")
     assert named("policy@candidate") is None

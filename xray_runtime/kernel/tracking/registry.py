@@ -164,7 +164,7 @@ def _read_checkpoint(uri: str, reference: str) -> tuple[str, str] | None:
         return None
     name, _, alias = reference.rpartition("@")
     query = CHECKPOINT_QUERY + (ALIASED if name else "(?)")
-    wanted = (name, alias) if name else tuple(reference.rsplit("/", 1))
+    wanted = (name, alias) if name else reference.rpartition("/")[::2]
     address = f"{Path(uri.removeprefix(SQLITE)).absolute().as_uri()}?mode=ro"
     try:
         with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
@@ -183,7 +183,7 @@ def _ask_checkpoint(uri: str, reference: str) -> tuple[str, str] | None:
         if name:
             version = client.get_model_version_by_alias(name, alias)
         else:
-            version = client.get_model_version(*reference.rsplit("/", 1))
+            version = client.get_model_version(*reference.rpartition("/")[::2])
         params = client.get_logged_model(version.source.removeprefix("models:/")).params
         return params.get("sha256", ""), params.get("uri", "")
     return None
