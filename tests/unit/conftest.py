@@ -37,6 +37,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of torch's threads until the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_disks() -> Iterator[None]:
     """No unit test cuts the power, and most of the time of a test with a store goes into waiting for the disk."""

@@ -110,7 +110,7 @@ class Journal:
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
-        # One seal for all: it takes half a millisecond, and there may be thousands of answers.
+        # One signature for all: there may be thousands of answers.
         sealed = [*lines[:-1], lines[-1] | {SEAL: self._seal.sign(self._purpose, _text(lines))}]
         content = b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
         if self._shared is not None:

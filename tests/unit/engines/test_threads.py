@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,19 +18,13 @@ SECONDS = 30
 
 
 @pytest.fixture
-def four_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+def four_threads(torch_threads: Callable[[int], None]) -> None:
+    torch_threads(4)
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_thread(torch_threads: Callable[[int], None]) -> None:
+    torch_threads(1)
 
 
 def test_two_run_at_a_time_on_half_of_the_threads_each(four_threads: None) -> None:

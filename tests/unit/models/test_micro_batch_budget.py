@@ -1,4 +1,4 @@
-"""What a micro-batch costs beside its arithmetic: calls of torch from Python, operations, copies, bytes that go to a
+"""What a micro-batch costs besides its arithmetic: calls of torch from Python, operations, copies, bytes that go to a
 GPU, and numbers that the host waits for. None of them grows with the number of rows or replies but the bytes, which are
 those of the columns. Each budget is what was measured and a tenth more."""
 
@@ -8,7 +8,7 @@ import ast
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class Budget(NamedTuple):
     operations: tuple[int, int]
     waits: int
     calls_a_layer: int = 84
-    """Of each further layer; transformers' own code makes most of them."""
+    """For each further layer; most of them come from transformers' own code."""
     operations_a_layer: tuple[int, int] = (290, 106)
 
 
@@ -166,7 +166,7 @@ SCORING = pytest.mark.parametrize("scoring", [False, True], ids=["training", "sc
 
 
 class Cost(NamedTuple):
-    """Of one micro-batch: forward and backward, or scoring."""
+    """What one micro-batch costs: forward and backward, or scoring."""
 
     calls: int
     operations: int
@@ -290,19 +290,12 @@ def test_bytes() -> None:
     assert np.subtract(moved(12), moved(6)).tolist() == [6 * sent, 6 * (sent + 8), 6 * (2 * 4 * 4 + 2 * 8)]
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_two_are_in_their_passes_at_the_same_time(
-    name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    name: str, torch_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that both need would let the first pass end before the second begins."""
+    torch_threads(2)
     case = CASES[name]
     module = HeadedLM(model("llama", num_hidden_layers=1), scalar_head=case.scalar_head)
     met, hidden = threading.Barrier(2), HeadedLM.hidden

@@ -134,7 +134,7 @@ def _killed(kept: Path, iteration: int) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in lines]
     [end] = [n for n, entry in enumerate(entries) if "groups" in entry and entry["step"] == iteration]
     (kept / ANSWERS).write_bytes(b"".join(lines[: end + 4]))
-    # Of a write that was cut, nothing is read.
+    # A write that was cut short is not read at all.
     whole = next(n for n in range(end + 4, 0, -1) if "seal" in entries[n - 1])
     return entries[:whole]
 
