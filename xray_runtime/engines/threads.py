@@ -1,7 +1,7 @@
 """Micro-batches on threads of their own, on a CPU.
 
 Threads inside operations wait for one another hundreds of times in a pass, which costs small models about what it saves
-them. Two micro-batches at a time wait once (`docs/results.md`).
+them. Two micro-batches at a time wait once (`benchmarks/step.py`).
 """
 
 from __future__ import annotations
