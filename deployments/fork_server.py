@@ -133,7 +133,7 @@ class WorkerRequest:
             return (TORCH,)
         if not self.libraries:
             return (self.ray,)
-        # What stages use imports Ray.
+        # The libraries of stages import Ray.
         if self.ray == first_ray or self.libraries == STAGE:
             return TORCH, self.ray, self.libraries
         return TORCH, self.libraries, self.ray

@@ -138,12 +138,11 @@ def _ray_token() -> str:
 
 
 @contextlib.contextmanager
-def running_ray(num_cpus: int | None = None, *, models: bool = False) -> Iterator[None]:
+def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Connect this process to the Ray of RAY_ADDRESS, or to a private one.
 
     Args:
         num_cpus: of the private one; all that this process may use if not given.
-        models: load torch while the private one starts.
 
     Raises:
         NotUpError: the private one did not start.
@@ -155,8 +154,6 @@ def running_ray(num_cpus: int | None = None, *, models: bool = False) -> Iterato
         # Its processes must inherit the environment of the private Ray.
         forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
         stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
-        if models and forks is not None:
-            forks.load()
         try:
             _connect(num_cpus or usable_cores(), forks)
             yield

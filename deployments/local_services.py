@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
+from xray.deployments.fork_server import fork_server
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
@@ -43,7 +44,7 @@ RESTARTS, RESTART_SECONDS = 3, 60.0
 FLUSH_SECONDS = 5
 PREFECT_SERVER = [
     sys.executable,
-    *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
+    *("-m", "xray.deployments.prefect_api", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
 ]
 
 OF_ONE_RUN = {
@@ -157,6 +158,8 @@ def prefect_server(output: Path) -> Iterator[None]:
 def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] = ()) -> Iterator[Service | None]:
     """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
+        if ray and not os.environ.get("RAY_ADDRESS") and (forks := fork_server()) is not None:
+            forks.load()
         server = stack.enter_context(_prefect(output)) if prefect else None
         with without_collection():
             threads = stack.enter_context(ThreadPoolExecutor())
@@ -169,7 +172,7 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
                 importlib.import_module("ray")
             starting.append(threads.submit(_import, (store_module(), *modules)))
             if ray:
-                stack.enter_context(running_ray(models=True))
+                stack.enter_context(running_ray())
                 _start_stage_process()
             for each in starting:
                 each.result()

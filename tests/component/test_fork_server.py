@@ -144,12 +144,14 @@ def test_everything_ends_with_a_driver_that_is_killed(script: Any) -> None:
 TWO_RAYS = """
 import json
 from tests.component.test_fork_server import probe
+from xray.deployments.fork_server import fork_server
 from xray.deployments.local_ray import running_ray
 from xray_runtime.cluster.pool.libraries import STAGE, worker_options
 import ray
 
 for _ in range(2):
-    with running_ray(num_cpus=2, models=True):
+    fork_server().load()
+    with running_ray(num_cpus=2):
         actors = [probe(**worker_options(name)) for name in (STAGE, "trainer:deepspeed")]
         found = ray.get([actor.modules.remote() for actor in actors])
         print(json.dumps([sorted(modules) for modules in found]), flush=True)

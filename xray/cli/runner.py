@@ -80,7 +80,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             return content
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
-    # What the flow imports when it is called.
+    # The flow imports its work when it is called.
     modules = () if subject.config is None else ("xray.flows.own_lifecycle", "xray.flows.lifecycle_run")
     with services(job.output, health, *modules), contextlib.ExitStack() as stack:
         # Ray replaced the handler when it started.

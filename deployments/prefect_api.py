@@ -1,0 +1,23 @@
+"""Prefect's server, as `python -m uvicorn` runs it, whose imports the garbage collector never looks at.
+
+That takes a fifth of their time, and later half a second each time that it looks at everything.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+
+def main() -> None:
+    gc.disable()
+    importlib.import_module("prefect.server.api.server")
+    import uvicorn
+
+    gc.freeze()
+    gc.enable()
+    uvicorn.main()
+
+
+if __name__ == "__main__":
+    main()
