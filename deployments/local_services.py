@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
 from xray_runtime.cluster.pool.libraries import STAGE, worker_options
-from xray_runtime.kernel.cores import usable_cores
 from xray_runtime.kernel.network import check_addresses
 from xray_runtime.kernel.processes import QUIET, without_collection
 from xray_runtime.kernel.template_database import copy_template, sqlite_address
@@ -43,8 +42,6 @@ WATCH_SECONDS = 0.5
 RESTARTS, RESTART_SECONDS = 3, 60.0
 """Maximum restarts of the Prefect server within this many seconds; after more, the run fails."""
 FLUSH_SECONDS = 5
-BUSY_AT_START = 3
-"""Processes that import for seconds when a run starts: Prefect's server, the run, the fork server of torch."""
 PREFECT_SERVER = [
     sys.executable,
     *("-m", "xray.deployments.prefect_api", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
@@ -169,20 +166,11 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
             starting: list[Future[Any]] = []
             if server is not None:
                 starting.append(threads.submit(server.start))
+            # The flow's imports take seconds; they load while the servers start.
             if ray:
                 # Not in two threads at the same time.
                 importlib.import_module("ray")
-
-            def load() -> None:
-                if ray and server is not None and usable_cores() < BUSY_AT_START:
-                    # The first stage waits longest for torch, which would share its core with one of the others.
-                    starting[0].result()
-                    server.wait_healthy()
-                for module in (store_module(), *modules):
-                    importlib.import_module(module)
-
-            # The flow's imports take seconds; they load while the servers start.
-            starting.append(threads.submit(load))
+            starting.append(threads.submit(_import, (store_module(), *modules)))
             if ray:
                 stack.enter_context(running_ray())
                 _start_stage_process()
@@ -191,6 +179,11 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
             if server is not None:
                 server.wait_healthy()
         yield server
+
+
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
 
 
 def _start_stage_process() -> None:
