@@ -1,6 +1,7 @@
 """Prefect's server, as `python -m uvicorn` runs it, whose imports the garbage collector never looks at.
 
-That takes a fifth of their time, and later half a second each time that it looks at everything.
+It takes a fifth of their time, and more whenever it looks at everything: together 2 of 13 CPU seconds in a tiny
+lifecycle.
 """
 
 from __future__ import annotations
