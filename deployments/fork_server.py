@@ -1,15 +1,18 @@
 """Ray's workers on this machine, forked from processes that have imported their libraries.
 
 Ray starts Python for each worker, which imports Ray (1 CPU second), a Workhorse torch, transformers and DeepSpeed (6
-more) or vLLM (7), and a stage torch, transformers and MLflow. Here a worker is the fork of a process that did so once,
-and shares its memory. The servers form a tree, whose branches start when the first worker needs them:
+more) or vLLM (7), and a stage torch, transformers, Prefect and MLflow. Here a worker is the fork of a process that did
+so once, and shares its memory. The servers form a tree, whose branches start when the first worker needs them, the one
+with torch when a run begins (`ForkServer.load`):
 
-    first server → each Ray and job, with Ray → torch and transformers → each kind of libraries
+    first server → each Ray and job, with Ray
+                 → torch and transformers → each Ray and job, with Ray → each kind of libraries
 
-Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import. A
-process has one Ray as a rule; for later ones the servers import Ray last, once for each kind of libraries, which takes
-more memory, and keep the libraries for the next Ray. Ray starts `fork_client.py` in place of Python. Android's zygote
-and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
+Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import, so
+torch loads while Ray's own servers start. A process has one Ray as a rule; for later ones the servers import Ray last,
+once for each kind of libraries but the stages', which takes more memory, and keep those for the next Ray. Ray starts
+`fork_client.py` in place of Python. Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has
+no such server.
 
 A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
 It ends with the process that started it.
@@ -31,6 +34,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +50,7 @@ from xray_runtime.cluster.pool.libraries import (
 )
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
+from xray_runtime.kernel.tracking.registry import store_module
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
@@ -54,6 +59,8 @@ RAY, TORCH = "ray", "torch"
 WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
+OF_STAGES = ("xray.flows.own_lifecycle", "xray.tasks.stage_job")
+"""Imported for stages, with MLflow's store: what each of them uses."""
 POLL_SECONDS = 5.0
 OOM_SCORE = "1000"
 """As Ray sets it for its workers, so that the kernel kills them first when memory runs out."""
@@ -71,17 +78,24 @@ class ForkServer:
             script.write(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
         # The servers end when their input is closed. No other process holds the pipe, so they end however this one
         # ends.
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address],
-            env=KEEP_MEMORY | os.environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-        )
+        # Clients may ask at once: they wait until it answers.
+        with listen(self.address) as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address, str(listener.fileno())],
+                env=KEEP_MEMORY | os.environ,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    def load(self) -> None:
+        """Have torch and transformers imported now, for the models that will come. Returns at once."""
+        threading.Thread(target=fork_client.start, args=(self.address, "", []), daemon=True).start()
 
 
 _servers: list[ForkServer] = []
@@ -103,6 +117,7 @@ class WorkerRequest:
 
     libraries: str
     arguments: list[str]
+    """Empty where no worker is wanted, but a server with torch."""
     environment: dict[str, str]
     cwd: str
     output: list[int]
@@ -114,8 +129,14 @@ class WorkerRequest:
 
     def path(self, first_ray: str) -> tuple[str, ...]:
         """The servers that it passes through after the first, whose first request was of `first_ray`."""
-        libraries = (TORCH, self.libraries) if self.libraries else ()
-        return (self.ray, *libraries) if self.ray == first_ray else (*libraries, self.ray)
+        if not self.arguments:
+            return (TORCH,)
+        if not self.libraries:
+            return (self.ray,)
+        # The libraries of stages import Ray.
+        if self.ray == first_ray or self.libraries == STAGE:
+            return TORCH, self.ray, self.libraries
+        return TORCH, self.libraries, self.ray
 
     def close(self) -> None:
         for stream in self.output:
@@ -164,10 +185,11 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = (), fir
     while True:
         with accept(listener, raylet) as connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             request = receive(connection)
-            first_ray = first_ray or request.ray
+            if request.arguments:
+                first_ray = first_ray or request.ray
             wanted = request.path(first_ray)
             if wanted == path:
-                if os.fork() == 0:
+                if request.arguments and os.fork() == 0:
                     listener.close()
                     return request
                 request.close()
@@ -204,7 +226,8 @@ def import_step(name: str, request: WorkerRequest) -> None:
         # It may also use libraries that no Workhorse does, as may a user's reward.
         for library in UNUSED:
             sys.modules.pop(library, None)
-        importlib.import_module("mlflow")
+        for module in (store_module(), *OF_STAGES):
+            importlib.import_module(module)
     else:
         # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
         ray = sys.modules.pop("ray", None)
@@ -236,13 +259,13 @@ def become_worker(request: WorkerRequest) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def main(address: str) -> None:
+def main(address: str, listener: socket.socket) -> None:
     directory, owner = Path(address).parent, os.getpid()
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     gc.disable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
-        request = serve(listen(address), address)
+        request = serve(listener, address)
     except BaseException as error:
         if os.getpid() == owner:
             shutil.rmtree(directory, ignore_errors=True)
@@ -254,4 +277,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

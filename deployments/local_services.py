@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
+from xray.deployments.fork_server import fork_server
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
@@ -32,6 +34,7 @@ from xray_runtime.cluster.pool.libraries import STAGE, worker_options
 from xray_runtime.kernel.network import check_addresses
 from xray_runtime.kernel.processes import QUIET, without_collection
 from xray_runtime.kernel.template_database import copy_template, sqlite_address
+from xray_runtime.kernel.tracking.registry import store_module
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ RESTARTS, RESTART_SECONDS = 3, 60.0
 FLUSH_SECONDS = 5
 PREFECT_SERVER = [
     sys.executable,
-    *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
+    *("-m", "xray.deployments.prefect_api", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
 ]
 
 OF_ONE_RUN = {
@@ -99,13 +102,19 @@ class Health:
 
 
 @contextlib.contextmanager
-def services(output: Path, health: Health) -> Iterator[None]:
+def services(output: Path, health: Health, *modules: str) -> Iterator[None]:
     """Prefect and Ray for one run, monitored by `health`. To be entered before Prefect is imported.
+
+    Args:
+        modules: imported while the servers start.
 
     Raises:
         NotUpError: the Prefect server did not start.
     """
-    with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server, health.watching(server):
+    prefect = not os.environ.get("PREFECT_API_URL")
+    with _started(output, prefect=prefect, ray=True, modules=modules) as server, health.watching(server):
+        # The collector else looks at all that was imported, for half a second each time.
+        gc.freeze()
         yield
 
 
@@ -146,16 +155,22 @@ def prefect_server(output: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | None]:
+def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] = ()) -> Iterator[Service | None]:
     """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
+        if ray and not os.environ.get("RAY_ADDRESS") and (forks := fork_server()) is not None:
+            forks.load()
         server = stack.enter_context(_prefect(output)) if prefect else None
         with without_collection():
             threads = stack.enter_context(ThreadPoolExecutor())
-            # The flow's imports take seconds; they load while the servers start.
-            starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]
+            starting: list[Future[Any]] = []
             if server is not None:
                 starting.append(threads.submit(server.start))
+            # The flow's imports take seconds; they load while the servers start.
+            if ray:
+                # Not in two threads at the same time.
+                importlib.import_module("ray")
+            starting.append(threads.submit(_import, (store_module(), *modules)))
             if ray:
                 stack.enter_context(running_ray())
                 _start_stage_process()
@@ -166,11 +181,16 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
         yield server
 
 
-def _start_stage_process() -> None:
-    """Have Ray start the process of the first stage, so that the libraries of stages load meanwhile.
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
 
-    Where a stage begins before they have loaded, it gets this process or another one, whichever starts first. So this
-    one imports nothing more: both would do the same work.
+
+def _start_stage_process() -> None:
+    """Have Ray start the process of the first stage.
+
+    Where a stage begins before it has started, the stage gets this process or another one, whichever starts first. So
+    this one imports nothing more: both would do the same work.
     """
     import ray
 

@@ -25,8 +25,8 @@ from xray.flows.cycles import (
     restore_files,
     write_cycle,
 )
-from xray.flows.lifecycle import open_workspace, prepare_deployment
 from xray.flows.lifecycle_graph import evaluation_fields, fields_of, scoring_fields
+from xray.flows.lifecycle_run import open_workspace, prepare_deployment
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
 from xray.tasks.prefect_run import show

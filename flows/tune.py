@@ -25,8 +25,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from xray.flows.lifecycle import open_workspace, prepare_deployment
 from xray.flows.lifecycle_graph import lifecycle_graph
+from xray.flows.lifecycle_run import open_workspace, prepare_deployment
 from xray.flows.search import SearchConfig
 from xray.flows.study import DIRECTORY, ERROR, VALUES, Search, search_space
 from xray.flows.subject import Subject

@@ -139,3 +139,30 @@ def test_everything_ends_with_a_driver_that_is_killed(script: Any) -> None:
     os.kill(script.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(psutil.pid_exists, [*pids, *(server.pid for server in servers)])), seconds=120)
     assert not Path(address).parent.exists()
+
+
+TWO_RAYS = """
+import json
+from tests.component.test_fork_server import probe
+from xray.deployments.fork_server import fork_server
+from xray.deployments.local_ray import running_ray
+from xray_runtime.cluster.pool.libraries import STAGE, worker_options
+import ray
+
+for _ in range(2):
+    fork_server().load()
+    with running_ray(num_cpus=2):
+        actors = [probe(**worker_options(name)) for name in (STAGE, "trainer:deepspeed")]
+        found = ray.get([actor.modules.remote() for actor in actors])
+        print(json.dumps([sorted(modules) for modules in found]), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_second_ray_of_a_process_has_them_too() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_RAYS], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert found == 2 * [[["mlflow", "torch"], ["deepspeed", "torch"]]]

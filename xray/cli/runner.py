@@ -25,7 +25,6 @@ from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import root_cause
-from xray_runtime.kernel.processes import without_collection
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
@@ -81,7 +80,9 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             return content
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
-    with services(job.output, health), contextlib.ExitStack() as stack:
+    # The flow imports its work when it is called.
+    modules = () if subject.config is None else ("xray.flows.own_lifecycle", "xray.flows.lifecycle_run")
+    with services(job.output, health, *modules), contextlib.ExitStack() as stack:
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         output = str(job.output) if job.replace_output else None
@@ -95,10 +96,9 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
         stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, subject.fields)))
         if subject.config is not None:
-            with without_collection():
-                from xray.flows.lifecycle import lifecycle
+            from xray.flows.own_lifecycle import own_lifecycle
 
-            lifecycle(subject.config, str(job.output), job.until)
+            own_lifecycle(subject.config, str(job.output), job.until)
         else:
             run_flow(subject.name, subject.parameters)
     if not opened:

@@ -39,6 +39,11 @@ def own_store(output: Path) -> str:
     return sqlite_address(output.absolute() / "mlflow.db")
 
 
+def store_module() -> str:
+    """The module to import before `open_client`: of MLflow's databases, unless the environment names a server."""
+    return "mlflow" if os.environ.get("MLFLOW_TRACKING_URI") else "mlflow.store.tracking.sqlalchemy_store"
+
+
 def open_client(uri: str) -> MlflowClient:
     """A client of the MLflow store at `uri`, without telemetry and without notes in the log.
 
