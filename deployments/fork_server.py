@@ -38,11 +38,13 @@ from pathlib import Path
 from xray.deployments import fork_client
 from xray_runtime.cluster.pool.libraries import (
     KEEP_MEMORY,
+    NEEDLESS,
     STAGE,
     UNUSED,
     VARIABLE,
     import_libraries,
     prepare_imports,
+    show,
 )
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
@@ -202,9 +204,9 @@ def import_step(name: str, request: WorkerRequest) -> None:
         from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
     elif name == STAGE:
         # It may also use libraries that no Workhorse does, as may a user's reward.
-        for library in UNUSED:
-            sys.modules.pop(library, None)
+        show(*UNUSED)
         importlib.import_module("mlflow")
+        show(*NEEDLESS)
     else:
         # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
         ray = sys.modules.pop("ray", None)

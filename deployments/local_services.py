@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from xray.deployments.local_ray import is_dead, ray_servers, running_ray, tempor
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
-from xray_runtime.cluster.pool.libraries import STAGE, worker_options
+from xray_runtime.cluster.pool.libraries import NEEDLESS, STAGE, hidden, worker_options
 from xray_runtime.kernel.network import check_addresses
 from xray_runtime.kernel.processes import QUIET, without_collection
 from xray_runtime.kernel.template_database import copy_template, sqlite_address
@@ -99,13 +99,17 @@ class Health:
 
 
 @contextlib.contextmanager
-def services(output: Path, health: Health) -> Iterator[None]:
+def services(output: Path, health: Health, without: Sequence[str] = ()) -> Iterator[None]:
     """Prefect and Ray for one run, monitored by `health`. To be entered before Prefect is imported.
+
+    Args:
+        without: libraries that MLflow need not import in this process.
 
     Raises:
         NotUpError: the Prefect server did not start.
     """
-    with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server, health.watching(server):
+    prefect = not os.environ.get("PREFECT_API_URL")
+    with _started(output, prefect=prefect, ray=True, without=without) as server, health.watching(server):
         yield
 
 
@@ -146,11 +150,11 @@ def prefect_server(output: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | None]:
+def _started(output: Path, *, prefect: bool, ray: bool, without: Sequence[str] = ()) -> Iterator[Service | None]:
     """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_prefect(output)) if prefect else None
-        with without_collection():
+        with without_collection(), hidden(*NEEDLESS, *without):
             threads = stack.enter_context(ThreadPoolExecutor())
             # The flow's imports take seconds; they load while the servers start.
             starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]

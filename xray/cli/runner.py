@@ -81,7 +81,9 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             return content
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
-    with services(job.output, health), contextlib.ExitStack() as stack:
+    # Only a person's own flow may use what MLflow does with pandas.
+    without = ["pandas"] if subject.config is not None else []
+    with services(job.output, health, without), contextlib.ExitStack() as stack:
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         output = str(job.output) if job.replace_output else None
