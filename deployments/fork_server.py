@@ -42,11 +42,13 @@ from pathlib import Path
 from xray.deployments import fork_client
 from xray_runtime.cluster.pool.libraries import (
     KEEP_MEMORY,
+    NEEDLESS,
     STAGE,
     UNUSED,
     VARIABLE,
     import_libraries,
     prepare_imports,
+    show,
 )
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
@@ -224,10 +226,10 @@ def import_step(name: str, request: WorkerRequest) -> None:
         from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
     elif name == STAGE:
         # It may also use libraries that no Workhorse does, as may a user's reward.
-        for library in UNUSED:
-            sys.modules.pop(library, None)
+        show(*UNUSED)
         for module in (store_module(), *OF_STAGES):
             importlib.import_module(module)
+        show(*NEEDLESS)
     else:
         # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
         ray = sys.modules.pop("ray", None)

@@ -60,6 +60,8 @@ ALONE = {
     "RAY_num_workers_soft_limit": "0",
     # The first stage's process waits for seconds until that stage is submitted.
     "RAY_idle_worker_killing_time_threshold_ms": "10000",
+    # Each call of an actor would be recorded, in the GCS, for the dashboard.
+    "RAY_task_events_report_interval_ms": "0",
 }
 """For a single machine."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")

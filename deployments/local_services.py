@@ -30,7 +30,7 @@ from xray.deployments.local_ray import is_dead, ray_servers, running_ray, tempor
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
-from xray_runtime.cluster.pool.libraries import STAGE, worker_options
+from xray_runtime.cluster.pool.libraries import NEEDLESS, STAGE, hidden, worker_options
 from xray_runtime.kernel.network import check_addresses
 from xray_runtime.kernel.processes import QUIET, without_collection
 from xray_runtime.kernel.template_database import copy_template, sqlite_address
@@ -161,7 +161,7 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
         if ray and not os.environ.get("RAY_ADDRESS") and (forks := fork_server()) is not None:
             forks.load()
         server = stack.enter_context(_prefect(output)) if prefect else None
-        with without_collection():
+        with without_collection(), hidden(*NEEDLESS):
             threads = stack.enter_context(ThreadPoolExecutor())
             starting: list[Future[Any]] = []
             if server is not None:

@@ -16,7 +16,7 @@ from tests.component.distilling import attempt
 from tests.component.generator_process import ServerProcess
 from xray.deployments.service import free_port
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.engines.generators.vllm.sampler import environment
+from xray_runtime.engines.generators.vllm.loading import environment
 from xray_runtime.rewards.journal import Journal, publish_answers, restore_answers
 
 MAX_LENGTH = 64

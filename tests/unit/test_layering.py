@@ -256,6 +256,7 @@ NAMED = {
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.trainers.deepspeed.setup"),
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.generators.transformers.sampler"),
     # A vLLM elsewhere, and the command that starts it.
+    ("xray_runtime.engines.generators.server.launch", "xray_runtime.engines.generators.vllm.loading"),
     ("xray_runtime.engines.generators.server.launch", "xray_runtime.engines.generators.vllm.sampler"),
     ("xray_runtime.engines.generators.server.worker", "xray_runtime.engines.generators.vllm.transfer"),
     ("xray.cli.commands.generator", "xray_runtime.engines.generators.server.launch"),

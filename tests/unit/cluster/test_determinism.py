@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from xray_runtime.cluster.pool.libraries import configure_torch, cuda_environment
-from xray_runtime.engines.generators.vllm.sampler import environment
+from xray_runtime.engines.generators.vllm.loading import environment
 from xray_runtime.engines.trainers.deepspeed.setup import REDUCE_BUCKET, communication
 from xray_runtime.kernel.config.section import RuntimeConfig
 

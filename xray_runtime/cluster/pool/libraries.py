@@ -6,8 +6,10 @@ On a machine without a GPU a private Ray forks its workers from processes that h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_TH
 pages from the system took a quarter of PPO's time at 135M parameters. `processes.return_freed_memory` returns what is
 kept. glibc reads them when a process starts."""
 
+NEEDLESS = ("chardet",)
+"""Libraries that nothing uses where another is installed: `requests` guesses encodings with `charset_normalizer` too,
+and `chardet` takes 12 MiB of each process."""
+
 UNUSED = ("mlflow", "sklearn")
 """Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
 
@@ -55,9 +61,32 @@ def prepare_imports(threads: int) -> None:
         "GOMP_SPINCOUNT": str(SPIN_COUNT),
         "MKL_CBWR": REPRODUCIBLE,
     }
-    for library in UNUSED:
-        # Importing a module that is None here fails as if it were not installed.
-        sys.modules.setdefault(library, None)  # type: ignore[arg-type]
+    hide(*UNUSED, *NEEDLESS)
+
+
+def hide(*libraries: str) -> list[str]:
+    """Let imports of these libraries fail as if they were not installed; returns those that this process has not yet
+    imported, the only ones that are hidden."""
+    names = [name for name in libraries if name not in sys.modules]
+    sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]
+    return names
+
+
+def show(*libraries: str) -> None:
+    """Undo `hide`."""
+    for name in libraries:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def hidden(*libraries: str) -> Iterator[None]:
+    """`hide` them while the context lasts."""
+    names = hide(*libraries)
+    try:
+        yield
+    finally:
+        show(*names)
 
 
 def worker_options(name: str) -> dict[str, Any]:
@@ -83,7 +112,7 @@ def configure_torch(runtime: RuntimeConfig, device: str, *, samples: bool) -> No
     """Set torch's switches for `runtime.reproducible` and `runtime.tf32` in this process.
 
     A CPU always computes the same bits twice. On CUDA that costs speed, so it is off by default. Where the model
-    `samples`, nothing is refused: vLLM has a mode of its own (`generators.vllm.sampler.environment`), and sampling
+    `samples`, nothing is refused: vLLM has a mode of its own (`generators.vllm.loading.environment`), and sampling
     needs operators without a deterministic form on CUDA.
     """
     import torch

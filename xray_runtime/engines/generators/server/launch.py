@@ -8,7 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from xray_runtime.engines.generators.vllm.sampler import environment, model_options
+from xray_runtime.engines.generators.vllm.loading import environment
+from xray_runtime.engines.generators.vllm.sampler import model_options
 from xray_runtime.engines.sampling import EngineRank
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.store.location import locate

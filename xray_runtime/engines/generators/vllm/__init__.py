@@ -70,7 +70,7 @@ class VLLM(GenerationEngine):
     )
 
     def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
-        from xray_runtime.engines.generators.vllm.sampler import load_vllm
+        from xray_runtime.engines.generators.vllm.loading import load_vllm
 
         load_vllm(device, reproducible=runtime.reproducible)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from xray_runtime.engines.generators.vllm.loading import load_vllm
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sampling_config import MOST_REPORTED
 from xray_runtime.engines.sync.versioned import Tensors
@@ -33,31 +33,6 @@ MEMORY = WEIGHTS, KV_CACHE = "weights", "kv_cache"
 BLOCK_TOKENS = 32
 """Tokens in a block of the KV cache, the smallest number that vLLM's kernels for CPU accept. Only whole blocks of a
 prompt can be shared."""
-
-
-def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
-    """Settings that vLLM reads at import; `reproducible` as in `RuntimeConfig`."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-    if device == "cpu":
-        # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
-        settings["TORCH_COMPILE_DISABLE"] = "1"
-        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    elif reproducible:
-        # Kernels whose sums do not depend on the batch. Each reply has its own seed anyway.
-        settings["VLLM_BATCH_INVARIANT"] = "1"
-    return settings
-
-
-def load_vllm(device: str, *, reproducible: bool = False) -> Any:
-    """Import vLLM with the settings that it reads at import."""
-    os.environ |= environment(device, reproducible=reproducible)
-    if device == "cpu" and (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        # It read the setting when it was imported.
-        dynamo.config.disable = True
-    import vllm
-    import vllm.entrypoints.llm
-
-    return vllm
 
 
 def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> dict[str, Any]:
@@ -291,6 +266,9 @@ class VLLMSampler(Sampler):
             # The cache holds prefixes as the old weights computed them.
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
+            if self._on_cpu:
+                # Blocks are used in turn, so that otherwise every rollout would fill others until all are full.
+                self._llm.collective_rpc(_return_cache)
             self._llm.start_weight_update()
         elif step == "update":
             self._llm.update_weights({"update_info": {"direct": info}})

@@ -12,7 +12,8 @@ from typing import Any
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
-from xray_runtime.engines.generators.vllm.sampler import PREFILL_TOKENS, allowed_rank, load_vllm
+from xray_runtime.engines.generators.vllm.loading import load_vllm
+from xray_runtime.engines.generators.vllm.sampler import PREFILL_TOKENS, allowed_rank
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 
