@@ -39,6 +39,7 @@ from xray_runtime.models.source_checks import (
     left_out,
 )
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.transformers_import import without
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 
 if TYPE_CHECKING:
@@ -197,8 +198,7 @@ def save_model(
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
     Args:
-        stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
-            generation_config.json.
+        stops: tokens that end a reply (`stop_tokens`), in generation_config.json for whoever serves the checkpoint.
         files: of a skeleton (`read_pretrained`).
     """
     lm.config._name_or_path = ""
@@ -210,7 +210,9 @@ def save_model(
         lm.generation_config.save_pretrained(directory)
         write_float32(files, saved_shapes(lm), directory)
     else:
-        lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
+        # Only to look whether the model is one of DeepSpeed's, which would be imported by now.
+        with without("deepspeed"):
+            lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
 

@@ -1,20 +1,35 @@
-"""The first import of transformers in a process, without scikit-learn: a fifth of its time."""
+"""Imports of transformers without libraries that it would import for nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 SKLEARN = "sklearn"
 
 
 def import_transformers() -> None:
-    """Import the module of transformers that imports scikit-learn, for assisted generation alone, while that cannot be
-    imported. Later imports of scikit-learn, in a user's reward for example, are not affected."""
+    """The first import of transformers in a process, without scikit-learn: a fifth of its time.
+
+    It imports the module that imports scikit-learn, for assisted generation alone. Later imports of scikit-learn, in a
+    user's reward for example, are not affected.
+    """
     if SKLEARN in sys.modules:
         return
-    # Importing a module that is None here fails as if it were not installed.
-    sys.modules[SKLEARN] = None  # type: ignore[assignment]
-    try:
+    with without(SKLEARN):
         import transformers.generation.candidate_generator  # noqa: F401
+
+
+@contextlib.contextmanager
+def without(library: str) -> Iterator[None]:
+    """While the context lasts, a library that this process has not imported cannot be imported."""
+    if library in sys.modules:
+        yield
+        return
+    # Importing a module that is None here fails as if it were not installed.
+    sys.modules[library] = None  # type: ignore[assignment]
+    try:
+        yield
     finally:
-        del sys.modules[SKLEARN]
+        del sys.modules[library]
