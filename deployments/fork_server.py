@@ -48,10 +48,10 @@ from xray_runtime.cluster.pool.libraries import (
     VARIABLE,
     import_libraries,
     prepare_imports,
-    show,
 )
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
+from xray_runtime.kernel.hidden_libraries import show
 from xray_runtime.kernel.tracking.registry import store_module
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")

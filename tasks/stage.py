@@ -79,8 +79,10 @@ def _run(
     """Compute the checkpoint of the stage, or take it from the store; returns what `stage` does."""
     from xray.tasks.stage_job import StageJob
     from xray_runtime.cluster.plain_errors import plain
+    from xray_runtime.kernel.processes import spare_imports
 
     job = StageJob(spec, context, kind, parents, functions)
+    spare_imports()
     try:
         with job.lock():
             result = job.find() or job.compute()

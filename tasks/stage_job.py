@@ -48,7 +48,7 @@ from xray_runtime.kernel.graph.kind import StageKind, config_of
 from xray_runtime.kernel.graph.stage_identity import identify
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.processes import on_sigterm
-from xray_runtime.kernel.report.figures import read_metrics, training_figure
+from xray_runtime.kernel.report.figures import drawn_panels, read_metrics, sheet
 from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.content_digest import check_unchanged
 from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
@@ -56,7 +56,7 @@ from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import open_shared
 from xray_runtime.kernel.tracking.mirrors import MIRRORS
 from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
-from xray_runtime.kernel.tracking.recorder import StageRecorder
+from xray_runtime.kernel.tracking.recorder import TRAINING, StageRecorder
 from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.models.merging import base_of, full_model
 from xray_runtime.models.transformers_import import import_transformers
@@ -134,9 +134,9 @@ class StageJob:
             evidence().log_checkpoints(self._output, published, here=True, renew=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
-            figure = training_figure(self._kind.panels, series)
-            if figure is not None:
-                recorder.figure("training", figure)
+            panels = drawn_panels(self._kind.panels, series)
+            if panels:
+                recorder.curves("\n".join(panels), sheet(panels))
             checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(self._parents.values()))
             result = StageResult(
                 name=spec.name,
@@ -159,7 +159,7 @@ class StageJob:
             restore()
             self._energy.end()
             recorder.close()
-        image = self._tracker.image(run.run_id, "training") if figure is not None else None
+        image = self._tracker.image(run.run_id, TRAINING) if panels else None
         page = stage_markdown(self._kind, result, series, self._tracker.page(run.run_id), image)
         self._progress.ended(result, headline(self._kind, result, series), page)
         return result

@@ -266,12 +266,13 @@ def test_a_stage_records_to_files_and_mlflow(tracker: Tracker, lifecycle: str, t
         tmp_path, "sft", key, run, lambda *progress: seen.append(progress), every=1, seal=process_seal()
     )
     recorder.begin()
-    figure = Figure()
-    figure.add_subplot().plot([1, 2], [3, 4])
     recorder.metrics({"sft/loss": 2, "sft/lr": 0.5}, 0)
     recorder.metrics({"sft/loss": 1.5}, 1)
     recorder.table("samples", ["prompt", "reply"], [["wie geht's?", "gut <b>"], ["日本", "…"]])
-    recorder.figure("training", figure)
+    figure = Figure()
+    figure.add_subplot().plot([1, 2], [3, 4])
+    recorder.figure("lengths", figure)
+    recorder.curves("<svg>loss</svg>\n<svg>lr</svg>", "<svg>both</svg>")
     recorder.send()
     run.finish("FINISHED", recorder.attempt)
     recorder.close()
@@ -284,8 +285,14 @@ def test_a_stage_records_to_files_and_mlflow(tracker: Tracker, lifecycle: str, t
     ]
     table = json.loads((directory / "samples.json").read_text(encoding="utf-8"))
     assert table == {"columns": ["prompt", "reply"], "rows": [["wie geht's?", "gut <b>"], ["日本", "…"]]}
-    assert (directory / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert {a.path for a in tracker.client.list_artifacts(run.run_id)} == {"samples.json", "training.png"}
+    assert (directory / "metrics.svg").read_text() == "<svg>loss</svg>\n<svg>lr</svg>"
+    assert (directory / "training.svg").read_text() == "<svg>both</svg>"
+    assert {a.path for a in tracker.client.list_artifacts(run.run_id)} == {
+        "samples.json",
+        "lengths.png",
+        "training.svg",
+    }
+    assert (directory / "lengths.png").read_bytes().startswith(b"\x89PNG")
     logged = json.loads(Path(tracker.client.download_artifacts(run.run_id, "samples.json")).read_text(encoding="utf-8"))
     assert logged == {"columns": ["prompt", "reply"], "data": [["wie geht's?", "gut <b>"], ["日本", "…"]]}
     assert tracker.client.get_run(run.run_id).data.metrics == {"sft/loss": 1.5, "sft/lr": 0.5}

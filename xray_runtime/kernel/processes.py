@@ -26,6 +26,8 @@ import psutil
 TAG = "XRAY_RUN_TAG"
 """Environment variable for the process tag."""
 GRACE_SECONDS = 3.0
+MANY_OBJECTS = 50_000
+"""That a collection looks at: some 50 ms."""
 LOW_PRIORITY = 10
 """With this niceness, a thread gets about a tenth of the time of others on a busy core."""
 
@@ -86,6 +88,16 @@ def return_freed_memory() -> None:
         arrow.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def spare_imports() -> None:
+    """Leave what this process has imported since the last call out of later collections, each of which looks at it.
+
+    Does nothing unless that is much: what lives now and is garbage later, in a ring, stays.
+    """
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 def return_pages(address: int, num_bytes: int) -> None:

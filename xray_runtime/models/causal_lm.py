@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.hidden_libraries import hidden
 from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.kernel.store.manifest import WEIGHTS_INDEX
 from xray_runtime.models.adapter_files import with_adapter
@@ -197,8 +198,7 @@ def save_model(
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
     Args:
-        stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
-            generation_config.json.
+        stops: tokens that end a reply (`stop_tokens`), in generation_config.json for whoever serves the checkpoint.
         files: of a skeleton (`read_pretrained`).
     """
     lm.config._name_or_path = ""
@@ -210,7 +210,9 @@ def save_model(
         lm.generation_config.save_pretrained(directory)
         write_float32(files, saved_shapes(lm), directory)
     else:
-        lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
+        # Only to look whether the model is one of DeepSpeed's, which would be imported by now.
+        with hidden("deepspeed"):
+            lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
-SKLEARN = "sklearn"
+from xray_runtime.kernel.hidden_libraries import hidden
 
 
 def import_transformers() -> None:
     """Import the module of transformers that imports scikit-learn, for assisted generation alone, while that cannot be
     imported. Later imports of scikit-learn, in a user's reward for example, are not affected."""
-    if SKLEARN in sys.modules:
-        return
-    # Importing a module that is None here fails as if it were not installed.
-    sys.modules[SKLEARN] = None  # type: ignore[assignment]
-    try:
+    with hidden("sklearn"):
         import transformers.generation.candidate_generator  # noqa: F401
-    finally:
-        del sys.modules[SKLEARN]

@@ -14,12 +14,11 @@ from typing import Any
 from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.history.render import MAX_VALUE_CHARS, entry, stage_name
-from xray_runtime.kernel.report.figures import read_metrics
-from xray_runtime.kernel.report.html import panels_of
+from xray_runtime.kernel.report.figures import panels_of, read_metrics
 from xray_runtime.kernel.report.rendering import template
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.kernel.tracking.mlflow_tracker import flatten
-from xray_runtime.kernel.tracking.recorder import METRICS, records_directory
+from xray_runtime.kernel.tracking.recorder import CURVES, METRICS, records_directory
 from xray_runtime.methods.common.findings import monitored
 from xray_runtime.trust.diff import changed
 
@@ -118,7 +117,7 @@ def _link(store: LineageStore, node: Node) -> str:
 def _records(store: LineageStore, node: Node) -> dict[str, Any]:
     """Curves and findings, if the stage's records still exist."""
     directory = records_directory(store.output, node.manifest.stage, node.manifest.key)
-    figure = (directory / METRICS).with_suffix(".svg")
+    figure = (directory / METRICS).with_suffix(CURVES)
     series = read_metrics(directory / METRICS)
     findings = node.kind.findings(series) if node.kind is not None else []
     # As images, in which no script runs.

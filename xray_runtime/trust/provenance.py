@@ -24,6 +24,8 @@ ROOT = Path(xray_runtime.__file__).parents[1]
 FOLDERS = {"xray/flows": "flows", "xray/tasks": "tasks", "xray_runtime": "xray_runtime"}
 """Folder of an installed package → its folder in a checkout."""
 GIT_SECONDS = 60
+NAMED = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
+"""Lines of a package's metadata."""
 
 RELEVANT = re.compile(
     r"(CUBLAS|CUDA|DEEPSPEED|DS|GLOO|KMP|MALLOC|MKL|NCCL|NVIDIA|OMP|TORCH|VLLM)_\w+|HF_ENDPOINT|HF_HOME|HF_HUB_OFFLINE|"
@@ -63,7 +65,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _machine() -> dict[str, Any]:
-    packages = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    packages = dict(_name_and_version(distribution) for distribution in importlib.metadata.distributions())
     # Unlike a call of CUDA, reading the driver's files opens no context in this process.
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
@@ -77,6 +79,13 @@ def _machine() -> dict[str, Any]:
         "sandbox": confinement(),
         "gpus": [model for path in gpus for model in _values(path, "Model:")],
     }
+
+
+def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    # `metadata` and `version` each parse the whole text, with the package's README: most of a second for all.
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    fields = dict(NAMED.findall(text.partition("\n\n")[0]))
+    return fields["Name"].lower(), fields["Version"]
 
 
 def variables(values: Any) -> dict[str, str]:

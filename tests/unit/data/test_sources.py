@@ -12,7 +12,13 @@ from tests.message_texts import Messages
 from xray_runtime.data.reading.forms import usual
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, preference, prompt_and_replies
-from xray_runtime.data.reading.sources import RatedConversation, chat_pairs, chitchat_conversations, read_records
+from xray_runtime.data.reading.sources import (
+    CHITCHAT_SIZE,
+    RatedConversation,
+    chat_pairs,
+    chitchat_conversations,
+    read_records,
+)
 
 
 def user(text: str) -> dict[str, str]:
@@ -38,8 +44,8 @@ def jsonl(path: Path, *rows: Any) -> str:
 
 
 def test_chitchat_merges_messages_of_one_person_and_keeps_ratings() -> None:
-    conversations = chitchat_conversations()
-    assert len(conversations) == 7168
+    conversations = list(chitchat_conversations())
+    assert len(conversations) == CHITCHAT_SIZE == 7168
     first = next(c for c in conversations if c.id == "a07edb12-6b91-4138-b11e-02421888d699")
     assert first.turns[:2] == ["Hello How are you doing today?", "whats up MD im doing good how are you doing?"]
     assert sum(bool(c.ratings) for c in conversations) == 5988

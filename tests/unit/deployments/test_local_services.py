@@ -6,11 +6,13 @@ import itertools
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import certifi
 import pytest
 
 from xray.deployments import service
@@ -55,6 +57,21 @@ def test_a_server_of_one_run_leaves_out_what_deployments_need(tmp_path: Path, mo
         monkeypatch.delenv(name, raising=False)
     services = Settings().server.services
     assert all(service.enabled for service in (services.scheduler, services.late_runs, services.foreman))
+
+
+def test_clients_of_a_runs_own_server_read_one_authority(tmp_path: Path) -> None:
+    from prefect.settings import Settings
+
+    with _prefect(tmp_path) as server:
+        settings = Settings()
+        assert server.address.startswith("http://127.0.0.1:")
+    context = ssl.create_default_context(cafile=settings.api.ssl_cert_file)
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    [authority] = context.get_ca_certs()
+    usual = ssl.create_default_context(cafile=certifi.where()).get_ca_certs()
+    assert authority in usual
+    assert len(usual) > 100
+    assert Settings().api.ssl_cert_file != settings.api.ssl_cert_file
 
 
 def test_a_server_that_died_is_started_again(tmp_path: Path) -> None:

@@ -238,3 +238,30 @@ def test_whole_pages_are_returned_and_others_keep_what_they_hold() -> None:
     assert memory[-5:].all()
     assert memory.sum() < 2 * mmap.PAGESIZE
     return_pages(memory.ctypes.data + 5, mmap.PAGESIZE - 10)  # no whole page
+
+
+SPARED = """
+import gc, weakref
+from xray_runtime.kernel.processes import MANY_OBJECTS, spare_imports
+gc.disable()
+class Node: pass
+def ring():
+    a, b = Node(), Node()
+    a.other, b.other = b, a
+    return a
+kept = [ring() for _ in range(MANY_OBJECTS)]
+garbage = weakref.ref(ring())
+spare_imports()
+assert garbage() is None
+spared = gc.get_freeze_count()
+assert spared > MANY_OBJECTS
+few = [ring() for _ in range(10)]
+spare_imports()
+assert gc.get_freeze_count() == spared
+del few
+assert gc.collect() >= 20, "what came later is collected"
+"""
+
+
+def test_many_objects_are_spared_and_their_garbage_is_not() -> None:
+    subprocess.run([sys.executable, "-c", SPARED], check=True)

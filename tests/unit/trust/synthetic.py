@@ -26,12 +26,11 @@ from xray_runtime.kernel.evidence.view import RunBegan, RunEnded
 from xray_runtime.kernel.graph.artifacts import dataset_of
 from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.history.reference import open_lineage_store
-from xray_runtime.kernel.report.figures import FIGURE
 from xray_runtime.kernel.store.checkpoints import Store, load_manifest
 from xray_runtime.kernel.store.identity import Identity, digest
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, Tracker, params_of
-from xray_runtime.kernel.tracking.recorder import METRICS, read_points, records_directory
+from xray_runtime.kernel.tracking.recorder import CURVES, METRICS, read_points, records_directory
 from xray_runtime.kernel.tracking.registry import LOG_TAG
 from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback.session import Setup
@@ -228,12 +227,12 @@ class Lifecycle:
         records.mkdir(parents=True, exist_ok=True)
         lines = [{"step": step, "time_ms": step + 1, "metrics": values} for step in range(3)]
         (records / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (records / "training.png").write_text(f"a picture of {stage}")
-        (records / METRICS).with_suffix(FIGURE).write_text(f"<svg>{stage}</svg>")
+        (records / "training.svg").write_text(f"a picture of {stage}")
+        (records / METRICS).with_suffix(CURVES).write_text(f"<svg>{stage}</svg>")
         if run is not None:
             ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
             run.points(read_points(records / METRICS))
-            run.picture(records / "training.png")
+            run.picture(records / "training.svg")
             run.finish("FINISHED", 1)
         result = self.output / "results" / f"{ref.path.name}.json"
         result.parent.mkdir(exist_ok=True)

@@ -493,7 +493,7 @@ FAULTS |= _by_code(
             "a script in a page": lambda output: _page(output).write_text("<script>alert(1)</script>"),
             "a result": lambda output: edit_json(next(iter((output / "results").iterdir())), seconds=0.1),
             "a metric on disk": lambda output: flip(next(output.glob("records/ppo-2-*/metrics.jsonl"))),
-            "a figure removed": lambda output: next(output.glob("records/ppo-2-*/training.png")).unlink(),
+            "a figure removed": lambda output: next(output.glob("records/ppo-2-*/training.svg")).unlink(),
             "an artifact": lambda output: flip(_artifact(output)),
             "an artifact removed": lambda output: _artifact(output).unlink(),
         },

@@ -1,7 +1,8 @@
-"""The digest of X-ray's own files does not depend on where they are installed."""
+"""The digest of X-ray's own files does not depend on where they are installed; the packages are all that are."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,17 @@ def test_a_checkout_and_an_installed_package_have_the_same_digest(
 def test_it_reads_the_flows_tasks_and_runtime_of_this_checkout() -> None:
     for installed, checkout in provenance.FOLDERS.items():
         assert any((provenance.ROOT / folder / "__init__.py").is_file() for folder in (installed, checkout))
+
+
+def test_it_lists_the_installed_packages() -> None:
+    found = provenance.environment()["packages"]
+    assert found == {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    assert len(found) > 100
+
+
+def test_a_readme_is_no_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_thing-1.dist-info").mkdir()
+    text = "Metadata-Version: 2.1\nName: Some-Thing\nVersion: 1.0\n\nName: other\nVersion: 2\n"
+    (tmp_path / "some_thing-1.dist-info" / "METADATA").write_text(text)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert provenance._machine.__wrapped__()["packages"] == {"some-thing": "1.0"}

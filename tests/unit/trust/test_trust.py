@@ -162,7 +162,7 @@ def test_a_report_shows_no_sample_that_was_not_published(name: str, fresh: Calla
 PLANTED = (
     "records/{0}/approval.json",
     "records/{0}/metrics.csv",
-    "records/{0}/training.svg",
+    "records/{0}/training.png",
     "records/{0}/deep/x.json",
 )
 

@@ -6,11 +6,10 @@ On a machine without a GPU a private Ray forks its workers from processes that h
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from xray_runtime.kernel.hidden_libraries import hide
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
@@ -62,31 +61,6 @@ def prepare_imports(threads: int) -> None:
         "MKL_CBWR": REPRODUCIBLE,
     }
     hide(*UNUSED, *NEEDLESS)
-
-
-def hide(*libraries: str) -> list[str]:
-    """Let imports of these libraries fail as if they were not installed; returns those that this process has not yet
-    imported, the only ones that are hidden."""
-    names = [name for name in libraries if name not in sys.modules]
-    sys.modules |= dict.fromkeys(names)  # type: ignore[arg-type]
-    return names
-
-
-def show(*libraries: str) -> None:
-    """Undo `hide`."""
-    for name in libraries:
-        if name in sys.modules and sys.modules[name] is None:
-            del sys.modules[name]
-
-
-@contextlib.contextmanager
-def hidden(*libraries: str) -> Iterator[None]:
-    """`hide` them while the context lasts."""
-    names = hide(*libraries)
-    try:
-        yield
-    finally:
-        show(*names)
 
 
 def worker_options(name: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ OTHER_FILES = (
 
 CHITCHAT = "chitchat"
 """The source that the chitchat-dataset package carries."""
+CHITCHAT_SIZE = 7168
+"""Its conversations."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,16 @@ class RatedConversation:
     """witty, interesting, upbeat, each 1 to 10."""
 
 
-def chitchat_conversations() -> list[RatedConversation]:
-    """The 7,168 conversations of the chitchat-dataset package, consecutive messages of one person merged."""
+def chitchat_conversations() -> Iterator[RatedConversation]:
+    """The conversations of the chitchat-dataset package, consecutive messages of one person merged.
+
+    Each is parsed when it is reached: few stages read all of the 40 MB.
+    """
     spec = importlib.util.find_spec("chitchat_dataset")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("data.source: 'chitchat' needs the package chitchat-dataset")
-    raw = json.loads((Path(spec.submodule_search_locations[0]) / "dataset.json").read_text(encoding="utf-8"))
-    conversations = []
-    for key, conversation in raw.items():
+    content = (Path(spec.submodule_search_locations[0]) / "dataset.json").read_text(encoding="utf-8")
+    for key, conversation in _members(content):
         turns: list[str] = []
         sender = None
         for group in conversation["messages"]:
@@ -63,8 +67,17 @@ def chitchat_conversations() -> list[RatedConversation]:
                     sender = message["sender"]
         given = conversation.get("ratings") or {}
         ratings = {name: int(value) for name, value in given.items() if str(value).isdigit()}
-        conversations.append(RatedConversation(key, turns, ratings))
-    return conversations
+        yield RatedConversation(key, turns, ratings)
+
+
+def _members(text: str) -> Iterator[tuple[str, Any]]:
+    """The members of a JSON object that `json.dumps` wrote, one after the other."""
+    decode, at = json.JSONDecoder().raw_decode, 1
+    while text[at] != "}":
+        key, at = decode(text, at)
+        value, at = decode(text, at + len(": "))
+        yield key, value
+        at += len(", ") if text[at] == "," else 0
 
 
 def read_records(field_name: str, source: str, split: str) -> tuple[int, Records]:

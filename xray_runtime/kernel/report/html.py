@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -16,12 +14,10 @@ from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.kernel.report.cards import cards
 from xray_runtime.kernel.report.evaluations import SideBySide, measures
-from xray_runtime.kernel.report.figures import FIGURE, StageRecord, parse_metrics, training_figure
+from xray_runtime.kernel.report.figures import StageRecord, drawn_panels, panels_of, parse_metrics
 from xray_runtime.kernel.report.layout import lineage_graph
 from xray_runtime.kernel.report.rendering import computed_text, run_text, template
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from xray_runtime.kernel.tracking.recorder import CURVES
 
 Read = Callable[[Path], bytes | None]
 """The bytes of a file; None where there is none that may be shown."""
@@ -54,7 +50,7 @@ def write_report(
         read: reads a record of a stage; the report is signed, so a run reads only what the log has (`read_logged`).
     """
     written: dict[Path, str] = {}
-    drawn = [(record.name, _drawn(record, read, written)) for record in records]
+    drawn = [(record.name, [Markup(panel) for panel in _drawn(record, read, written)]) for record in records]
     html = template("report.html").render(
         run=lifecycle,
         ended=run_text(lifecycle),
@@ -79,9 +75,9 @@ def _write(path: Path, text: str) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> list[Markup]:
-    """The panels of a stage; kept beside its metrics, as drawing them takes most of a second."""
-    kept = record.metrics_path.with_suffix(FIGURE)
+def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> list[str]:
+    """The panels of a stage; it drew them beside its metrics, unless it is an old one."""
+    kept = record.metrics_path.with_suffix(CURVES)
     metrics = read(record.metrics_path)
     if metrics is None:
         return []
@@ -89,17 +85,10 @@ def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> list[Ma
         content = read(kept)
         if content is not None:
             return panels_of(content.decode())
-    series = parse_metrics(metrics)
-    figures = [training_figure([panel], series) for panel in record.panels]
-    panels = [svg(figure) for figure in figures if figure is not None]
+    panels = drawn_panels(record.panels, parse_metrics(metrics))
     if panels:
         written[kept] = _write(kept, "\n".join(panels))
     return panels
-
-
-def panels_of(text: str) -> list[Markup]:
-    """The panels in a file of curves: SVG elements, none inside another."""
-    return [Markup(panel) for panel in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
 def _rollouts(record: StageRecord, read: Read) -> dict[str, Any] | None:
@@ -110,12 +99,3 @@ def _rollouts(record: StageRecord, read: Read) -> dict[str, Any] | None:
     except ValueError:
         return None
     return table if isinstance(table, dict) else None
-
-
-def svg(figure: Figure) -> Markup:
-    """A figure as an SVG element."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    # The header before the element is only for a file of its own.
-    text = buffer.getvalue()
-    return Markup(text[text.index("<svg") :])

@@ -145,8 +145,8 @@ class Tracker:
         return self.address(run_id) if self._shown else None
 
     def image(self, run_id: str, name: str) -> str | None:
-        """Address of a figure of the run; None without a server."""
-        return f"{self._shown}/get-artifact?path={name}.png&run_uuid={run_id}" if self._shown else None
+        """Address of a picture of the run; None without a server."""
+        return f"{self._shown}/get-artifact?path={name}&run_uuid={run_id}" if self._shown else None
 
     def has_model(self, model_id: str) -> bool:
         """Whether this store knows the LoggedModel."""

@@ -43,6 +43,8 @@ PROGRESS_SECONDS = 0.2
 METRICS, ATTEMPTS, PROGRESS = "metrics.jsonl", "attempts", "progress.json"
 PROGRESS_FILE_SECONDS = 3.0
 """How often a stage writes `PROGRESS`, for pages that show how much is left; it goes when the stage ends."""
+CURVES, TRAINING = ".svg", "training.svg"
+"""Suffix of the panels of a stage's curves, beside its metrics; file of the sheet with all of them."""
 MAX_METRICS_BYTES = 2**30
 RECORDS = "records"
 
@@ -161,9 +163,18 @@ class StageRecorder:
     def figure(self, name: str, figure: Figure) -> None:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=120)
-        self._write(f"{name}.png", buffer.getvalue())
+        self._show(f"{name}.png", buffer.getvalue())
+
+    def curves(self, panels: str, sheet: str) -> None:
+        """Keep the stage's curves, in SVG: its panels for reports, and a sheet with all of them, which MLflow shows."""
+        self._write(self.metrics_path.with_suffix(CURVES).name, panels.encode())
+        self._show(TRAINING, sheet.encode())
+
+    def _show(self, name: str, content: bytes) -> None:
+        """Write a picture, and show it in MLflow."""
+        self._write(name, content)
         if self._run is not None:
-            self._run.picture(self._directory / f"{name}.png")
+            self._run.picture(self._directory / name)
 
     def _write(self, name: str, content: bytes) -> None:
         """Write a record with its seal: the end of the stage signs no other file."""

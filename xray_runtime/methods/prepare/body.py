@@ -35,7 +35,7 @@ from xray_runtime.data.reading.keys import Unread
 from xray_runtime.data.reading.pictures import PictureFolder, keep_pictures_of
 from xray_runtime.data.reading.record_files import Where
 from xray_runtime.data.reading.records import conversation_id, left_out, prompt_and_replies
-from xray_runtime.data.reading.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
+from xray_runtime.data.reading.sources import CHITCHAT, CHITCHAT_SIZE, chat_pairs, chitchat_conversations, read_records
 from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.withdrawn import WithdrawnTexts
@@ -249,10 +249,9 @@ def _read_one(
     pictures: PictureFolder,
 ) -> tuple[int, Iterator[NumberedConversation]]:
     if part.source == CHITCHAT:
-        conversations = chitchat_conversations()
-        return len(conversations), (
+        return CHITCHAT_SIZE, (
             NumberedConversation(n, c.id, list(chat_pairs(c, config.context_messages)))
-            for n, c in enumerate(conversations, start=1)
+            for n, c in enumerate(chitchat_conversations(), start=1)
         )
     total, records = read_records(f"{field}.source", part.source, part.split)
     names, unseen = part.rename_columns, set(part.rename_columns)

@@ -9,11 +9,19 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from xray_runtime.kernel.graph.kind import KINDS
-from xray_runtime.kernel.report.figures import StageRecord, read_metrics, training_figure
+from xray_runtime.kernel.report.figures import (
+    StageRecord,
+    drawn_panels,
+    panels_of,
+    read_metrics,
+    sheet,
+    training_figure,
+)
 from xray_runtime.kernel.report.html import write_report
 from xray_runtime.kernel.report.layout import lineage_graph
 from xray_runtime.kernel.report.names import NAMES, title as named
@@ -198,6 +206,31 @@ def test_curves_are_kept_until_the_metrics_change(tmp_path: Path) -> None:
     os.utime(first.metrics_path, ns=(before + 10**9, before + 10**9))
     write_report(path, lifecycle(), [first], [sample()], "")
     assert kept.stat().st_mtime_ns != before
+
+
+def test_a_sheet_has_the_panels_three_in_a_row() -> None:
+    series = {f"group{n}/loss": [(0, 2.0), (1, 1.0)] for n in range(4)}
+    panels = drawn_panels([(f"panel {n}", [f"group{n}/loss"]) for n in range(4)], series)
+    assert panels_of("".join(panels)) == [panel.rstrip() for panel in panels]
+    root = ElementTree.fromstring(sheet(panels))
+    # A panel is 3.9 x 2.5 inches of 96 pixels.
+    assert (root.get("width"), root.get("height")) == ("1123.2", "480")
+    assert [(panel.get("x"), panel.get("y")) for panel in root] == [
+        ("0", "0"),
+        ("374.4", "0"),
+        ("748.8", "0"),
+        ("0", "240"),
+    ]
+    assert {(panel.get("width"), panel.get("height")) for panel in root} == {("280.8pt", "180pt")}
+
+
+def test_the_report_shows_the_curves_that_the_stage_drew(tmp_path: Path) -> None:
+    [first] = [record for record in records(tmp_path) if record.kind == "sft"]
+    kept = first.metrics_path.with_suffix(".svg")
+    kept.write_text("<svg>drawn by the stage</svg>")
+    path = tmp_path / "report.html"
+    assert set(write_report(path, lifecycle(), [first], [sample()], "")) == {path}
+    assert "<svg>drawn by the stage</svg>" in path.read_text(encoding="utf-8")
 
 
 def test_phases_are_stacked() -> None:

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from xray_runtime.cluster.pool.libraries import hidden
 from xray_runtime.engines.generators.vllm.loading import _OwnModules
+from xray_runtime.kernel.hidden_libraries import hidden
 
 
 def test_a_hidden_library_is_as_if_not_installed_and_comes_back(
