@@ -7,12 +7,11 @@ lifecycle.
 from __future__ import annotations
 
 import gc
-import importlib
 
 
 def main() -> None:
     gc.disable()
-    importlib.import_module("prefect.server.api.server")
+    import prefect.server.api.server  # noqa: F401
     import uvicorn
 
     gc.freeze()

@@ -88,6 +88,7 @@ ALLOWED = {
     ("xray_runtime/agents/sandboxes/call.py", "importlib.import_module"): "an agent's function, in its sandbox",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
     ("deployments/fork_server.py", "importlib.import_module"): "a list that stands beside it",
+    ("deployments/local_services.py", "importlib.import_module"): "modules that a command names in its own code",
     ("flows/study.py", "optuna.storages"): "a journal in a file is JSON; that of Redis has pickled snapshots",
     ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",
     ("benchmarks/families.py", "from_config"): "a config that it makes itself",
