@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
+from xray_runtime.cluster.pool.libraries import worker_options
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import same_node
 
@@ -37,7 +38,8 @@ class NamedActor(Generic[H]):
 
     def open(self, which: str = "") -> H:
         """The actor of this name; started if there is none."""
-        options = self._options | {"name": self._prefix + which}
+        # A stage that starts it has many libraries, which its worker would have too.
+        options = self._options | {"name": self._prefix + which} | worker_options("")
         while True:
             actor: Any = ray.remote(self._kind).options(**options, scheduling_strategy=same_node()).remote()
             if answered(actor.ping.remote()):
