@@ -65,7 +65,10 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _machine() -> dict[str, Any]:
-    packages = dict(_name_and_version(distribution) for distribution in importlib.metadata.distributions())
+    packages: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        # Python imports the first of a name; setuptools puts older ones that it brings behind them.
+        packages.setdefault(*_name_and_version(distribution))
     # Unlike a call of CUDA, reading the driver's files opens no context in this process.
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {

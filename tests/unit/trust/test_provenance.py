@@ -44,9 +44,20 @@ def test_it_reads_the_flows_tasks_and_runtime_of_this_checkout() -> None:
 
 
 def test_it_lists_the_installed_packages() -> None:
-    found = provenance.environment()["packages"]
-    assert found == {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found = provenance._machine.__wrapped__()["packages"]
+    assert found == {
+        name: importlib.metadata.version(name)
+        for name in {d.metadata["Name"].lower() for d in importlib.metadata.distributions()}
+    }
     assert len(found) > 100
+
+
+def test_the_first_package_of_a_name_is_the_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2", "1"):
+        (tmp_path / version / "thing.dist-info").mkdir(parents=True)
+        (tmp_path / version / "thing.dist-info" / "METADATA").write_text(f"Name: thing\nVersion: {version}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "2"), str(tmp_path / "1")])
+    assert provenance._machine.__wrapped__()["packages"] == {"thing": "2"}
 
 
 def test_a_readme_is_no_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
