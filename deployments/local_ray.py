@@ -140,6 +140,28 @@ def _ray_token() -> str:
 
 
 @contextlib.contextmanager
+def ray_environment() -> Iterator[ForkServer | None]:
+    """The environment of the Ray of RAY_ADDRESS, or of a private one; yields the server that forks its workers."""
+    with private_ray():
+        # Its processes must inherit the environment of the private Ray.
+        forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
+        with temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}):
+            yield forks
+
+
+@contextlib.contextmanager
+def connected_ray(forks: ForkServer | None, num_cpus: int | None = None) -> Iterator[None]:
+    """Connect this process to a Ray, inside of `ray_environment`; see `running_ray`."""
+    import ray
+
+    try:
+        _connect(num_cpus or usable_cores(), forks)
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
 def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Connect this process to the Ray of RAY_ADDRESS, or to a private one.
 
@@ -149,18 +171,8 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     Raises:
         NotUpError: the private one did not start.
     """
-    import ray
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(private_ray())
-        # Its processes must inherit the environment of the private Ray.
-        forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
-        stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
-        try:
-            _connect(num_cpus or usable_cores(), forks)
-            yield
-        finally:
-            ray.shutdown()
+    with ray_environment() as forks, connected_ray(forks, num_cpus):
+        yield
 
 
 def ray_servers(directory: Path | None = None) -> list[psutil.Process]:

@@ -26,8 +26,13 @@ import certifi
 import psutil
 from filelock import FileLock, Timeout
 
-from xray.deployments.fork_server import fork_server
-from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
+from xray.deployments.local_ray import (
+    connected_ray,
+    is_dead,
+    ray_environment,
+    ray_servers,
+    temporary_environment,
+)
 from xray.deployments.patience import LOST
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
@@ -161,9 +166,11 @@ def prefect_server(output: Path) -> Iterator[None]:
 def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] = ()) -> Iterator[Service | None]:
     """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
-        if ray and not os.environ.get("RAY_ADDRESS") and (forks := fork_server()) is not None:
-            forks.load()
         server = stack.enter_context(_prefect(output)) if prefect else None
+        # After the server, which must not inherit Ray's environment.
+        forks = stack.enter_context(ray_environment()) if ray else None
+        if forks is not None:
+            forks.load()
         with without_collection(), hidden(*NEEDLESS):
             threads = stack.enter_context(ThreadPoolExecutor())
             starting: list[Future[Any]] = []
@@ -175,7 +182,7 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
                 importlib.import_module("ray")
             starting.append(threads.submit(_import, (store_module(), *modules)))
             if ray:
-                stack.enter_context(running_ray())
+                stack.enter_context(connected_ray(forks))
                 _start_stage_process()
             for each in starting:
                 each.result()
