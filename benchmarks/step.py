@@ -55,8 +55,10 @@ def computed(learner: Learner, way: str) -> Iterator[None]:
     learner.runtime = runtime.model_copy(update={"threads": WAYS[way]})
     torch.set_num_threads(WAYS[way])
     threads.SMALLEST = SMALLEST if way == TWO else 2**62
-    yield
-    learner.runtime, threads.SMALLEST = runtime, SMALLEST
+    try:
+        yield
+    finally:
+        learner.runtime, threads.SMALLEST = runtime, SMALLEST
 
 
 def step(learner: Learner, rows: TextBatch) -> tuple[float, float]:

@@ -78,10 +78,10 @@ class ForkServer:
         client = [sys.executable, "-I", "-S", fork_client.__file__, self.address, VARIABLE, sys.executable]
         with open(os.open(self.command, os.O_WRONLY | os.O_CREAT, 0o700), "w", encoding="utf-8") as script:
             script.write(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-        # The servers end when their input is closed. No other process holds the pipe, so they end however this one
-        # ends.
-        # Clients may ask at once: they wait until it answers.
+        # It listens before the server has started, so that clients may ask at once.
         with listen(self.address) as listener:
+            # The servers end when their input is closed. No other process holds the pipe, so they end however this one
+            # ends.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address, str(listener.fileno())],
                 env=KEEP_MEMORY | os.environ,

@@ -1,5 +1,5 @@
-"""What an optimizer step costs besides its arithmetic: operators, and numbers that the host waits for. The
-waits do not grow with the number of layers: a step of a large model on GPUs waits as rarely as one of a small model."""
+"""The overhead of an optimizer step: how many operations it runs, and how often the host waits for a number. The
+waits do not grow with the number of layers."""
 
 from __future__ import annotations
 
@@ -9,38 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.layouts import BASE, CONFIG, global_batches, make_model, spec_of
 from benchmarks.ranks import run_ranks
-from tests.unit.models.on_cuda import Waits
+from tests.unit.models.on_cuda import Operations, Waits
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.data.batch import StepTotals, TextBatch
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **kwargs or {})
-
-
 def counted(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> tuple[int, Counter[str]]:
-    """(operators, waits) of the third step: the first ones make what later ones keep."""
+    """(operations, waits) of the third step: the first ones make what later ones keep."""
     engine: Any = learner.engine
-    step, operators, waits = engine.apply, Operators(), Waits()
+    step, operations, waits = engine.apply, Operations(), Waits()
 
     def apply(lr: float) -> float:
-        with operators, waits:
+        with operations, waits:
             return float(step(lr))
 
     for number in range(3):
         engine.apply = apply if number == 2 else step
         learner.train(deal(rows), StepTotals(tokens=1.0), CONFIG.lr)
-    return operators.count, waits.counts
+    return operations.count, waits.counts
 
 
 @pytest.mark.parametrize(
@@ -53,7 +42,7 @@ def counted(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Text
         pytest.param({"library": "fsdp2", "num_workhorses": 2}, 27, 0, 3, id="FSDP2 × 2", marks=pytest.mark.long),
     ],
 )
-def test_operators_and_waits(layout: dict[str, Any], most: int, most_a_layer: int, waits: int, tmp_path: Path) -> None:
+def test_operations_and_waits(layout: dict[str, Any], most: int, most_a_layer: int, waits: int, tmp_path: Path) -> None:
     def ranks(layers: int) -> list[tuple[int, Counter[str]]]:
         model = make_model(tmp_path / str(layers), BASE.model_copy(update={"num_layers": layers}))
         return run_ranks(spec_of(model, layout), tmp_path, counted, global_batches(model, 1)[0])

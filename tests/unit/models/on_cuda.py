@@ -106,3 +106,37 @@ class Copies(TorchFunctionMode):
             self._counts[name] += 1
             self.bytes_to_gpu += args[0].nbytes if moves else 0
         return func(*args, **kwargs or {})
+
+
+COPIES = (
+    *(
+        "_to_copy",
+        "clone",
+        "copy_",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "embedding",
+        "gather",
+        "repeat_interleave",
+    ),
+    *("zeros", "new_zeros", "zeros_like", "full", "fill_", "zero_", "slice_backward", "select_backward"),
+    *("embedding_dense_backward", "index_put", "index_put_", "index_copy_", "index_add", "index_add_", "scatter_add_"),
+)
+"""Operations that compute nothing but where a number stands."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, of the backward pass too, and the bytes that `COPIES` write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in COPIES and isinstance(made, torch.Tensor):
+            self.copied += made.nbytes
+        return made

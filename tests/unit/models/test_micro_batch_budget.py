@@ -1,6 +1,6 @@
-"""What a micro-batch costs besides its arithmetic: calls of torch from Python, operations, copies, bytes that go to a
-GPU, and numbers that the host waits for. None of them grows with the number of rows or replies but the bytes, which are
-those of the columns. Each budget is what was measured and a tenth more."""
+"""The overhead of a micro-batch: calls of torch from Python, operations, copies, bytes sent to a GPU, and how often the
+host waits for a GPU. Only the bytes grow with the number of rows or replies: they are those of the columns. Each budget
+is what was measured and a tenth more."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.source_trees import nodes
 from tests.unit.models.families import SIZES, model
-from tests.unit.models.on_cuda import Copies, Waits, uncounted_kernel
+from tests.unit.models.on_cuda import Copies, Operations, Waits, uncounted_kernel
 from xray_runtime.algorithms import logprobs
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.data.batch import LabelledBatch, PairBatch, PolicyBatch, StepTotals, TextBatch
@@ -50,40 +49,6 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += getattr(func, "__name__", "") != "__get__"
         return func(*args, **kwargs or {})
-
-
-COPIES = (
-    *(
-        "_to_copy",
-        "clone",
-        "copy_",
-        "cat",
-        "stack",
-        "index",
-        "index_select",
-        "embedding",
-        "gather",
-        "repeat_interleave",
-    ),
-    *("zeros", "new_zeros", "zeros_like", "full", "fill_", "zero_", "slice_backward", "select_backward"),
-    *("embedding_dense_backward", "index_put", "index_put_", "index_copy_", "index_add", "index_add_", "scatter_add_"),
-)
-"""Operations that compute nothing but where a number stands."""
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations, of the backward pass too, and the bytes that `COPIES` write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.copied = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        made = func(*args, **kwargs or {})
-        if func.overloadpacket.__name__ in COPIES and isinstance(made, torch.Tensor):
-            self.copied += made.nbytes
-        return made
 
 
 Lengths = list[tuple[int, int]]
@@ -166,7 +131,7 @@ SCORING = pytest.mark.parametrize("scoring", [False, True], ids=["training", "sc
 
 
 class Cost(NamedTuple):
-    """What one micro-batch costs: forward and backward, or scoring."""
+    """The overhead of one micro-batch, in training or in scoring."""
 
     calls: int
     operations: int
