@@ -6,13 +6,14 @@ so once, and shares its memory. The servers form a tree, whose branches start wh
 with torch when a run begins (`ForkServer.load`):
 
     first server → each Ray and job, with Ray
-                 → torch and transformers → each Ray and job, with Ray → each kind of libraries
+                 → torch and transformers, then the first Ray → each kind of libraries
+                 → torch and transformers → each kind of libraries → each later Ray and job
 
 Each forks the workers that need no more than it has. Ray reads the variables of its cluster and job once, at import, so
-torch loads while Ray's own servers start. A process has one Ray as a rule; for later ones the servers import Ray last,
-once for each kind of libraries but the stages', which takes more memory, and keep those for the next Ray. Ray starts
-`fork_client.py` in place of Python. Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has
-no such server.
+torch loads while Ray's own servers start, and the process that loaded it imports Ray then: an idle one would hold 56
+MiB. A process has one Ray as a rule; for later ones other servers import Ray last, once for each kind of libraries but
+the stages', which takes more memory, and keep those for the next Ray. Ray starts `fork_client.py` in place of Python.
+Android's zygote and `multiprocessing`'s forkserver work in the same way; Ray has no such server.
 
 A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
 It ends with the process that started it.
@@ -47,17 +48,19 @@ from xray_runtime.cluster.pool.libraries import (
     UNUSED,
     VARIABLE,
     import_libraries,
+    import_models,
     prepare_imports,
 )
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.gpus import has_driver
-from xray_runtime.kernel.hidden_libraries import show
+from xray_runtime.kernel.hidden_libraries import hidden, show
 from xray_runtime.kernel.tracking.registry import store_module
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
-RAY, TORCH = "ray", "torch"
-"""Steps of a request's path: `ray-RAYLET-JOB`, and torch with transformers. The others are named by their libraries."""
+RAY, TORCH, LATER = "ray", "torch", "later"
+"""Steps of a request's path: `ray-RAYLET-JOB`; torch with transformers, for the first Ray and for later ones. The
+others are named by their libraries."""
 WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
@@ -132,13 +135,13 @@ class WorkerRequest:
     def path(self, first_ray: str) -> tuple[str, ...]:
         """The servers that it passes through after the first, whose first request was of `first_ray`."""
         if not self.arguments:
-            return (TORCH,)
+            return (LATER if first_ray else TORCH,)
         if not self.libraries:
             return (self.ray,)
-        # The libraries of stages import Ray.
-        if self.ray == first_ray or self.libraries == STAGE:
+        if self.ray == first_ray:
             return TORCH, self.ray, self.libraries
-        return TORCH, self.libraries, self.ray
+        # The libraries of stages import Ray.
+        return (LATER, self.ray, STAGE) if self.libraries == STAGE else (LATER, self.libraries, self.ray)
 
     def close(self) -> None:
         for stream in self.output:
@@ -199,6 +202,13 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = (), fir
                 continue
             request.close()
             longer = wanted[: len(path) + 1]
+            if path == (TORCH,):
+                # Only workers of the first Ray come here.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                import_step(longer[-1], request)
+                connection.sendall("-".join([address, *path]).encode())
+                connection.close()
+                return serve(listener, address, longer, first_ray)
             elsewhere = "-".join([address, *longer])
             if elsewhere not in started:
                 # It listens before it imports: clients block until the imports finish.
@@ -221,15 +231,15 @@ def import_step(name: str, request: WorkerRequest) -> None:
         os.environ |= request.environment
         for module in WITH_RAY:
             importlib.import_module(module)
-    elif name == TORCH:
+    elif name in (TORCH, LATER):
         prepare_imports(threads=1)
-        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
+        import_models()
     elif name == STAGE:
         # It may also use libraries that no Workhorse does, as may a user's reward.
         show(*UNUSED)
-        for module in (store_module(), *OF_STAGES):
-            importlib.import_module(module)
-        show(*NEEDLESS)
+        with hidden(*NEEDLESS):
+            for module in (store_module(), *OF_STAGES):
+                importlib.import_module(module)
     else:
         # vLLM imports Ray, for an executor that nothing here uses, and a server may have to fork before that.
         ray = sys.modules.pop("ray", None)

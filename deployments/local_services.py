@@ -58,6 +58,8 @@ PREFECT_SERVER = [
 OF_ONE_RUN = {
     # Block types of a hundred integrations, written before the server answers: saving a block registers its own.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
+    # To remember what it registered, it would import those integrations.
+    "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
     # Nothing is deployed on such a server, and no worker asks it.
     "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
     "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
@@ -171,7 +173,8 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
         forks = stack.enter_context(ray_environment()) if ray else None
         if forks is not None:
             forks.load()
-        with without_collection(), hidden(*NEEDLESS):
+        # A script's own threads may import them meanwhile.
+        with without_collection(), hidden(*(NEEDLESS if modules else ())):
             threads = stack.enter_context(ThreadPoolExecutor())
             starting: list[Future[Any]] = []
             if server is not None:

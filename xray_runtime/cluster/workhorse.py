@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from xray_runtime.cluster.heartbeat import HeartbeatSource
 from xray_runtime.cluster.plain_errors import plain_errors
-from xray_runtime.cluster.pool.libraries import configure_torch, cuda_environment, import_libraries, prepare_imports
+from xray_runtime.cluster.pool.libraries import (
+    configure_torch,
+    cuda_environment,
+    import_libraries,
+    import_models,
+    prepare_imports,
+)
 from xray_runtime.cluster.staging import FileReceiver
 from xray_runtime.cluster.types import Heartbeat, RankInfo
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -49,8 +55,7 @@ class Workhorse(FileReceiver):
 
     @without_collection()
     def _load_libraries(self, name: str) -> None:
-        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
-
+        import_models()
         import_libraries(name, self.runtime, resolve_device(self.runtime.device))
 
     def _begin(self, rank_info: RankInfo) -> None:

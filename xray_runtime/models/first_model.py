@@ -4,7 +4,7 @@ forks of a process that has imported this module share."""
 # `torch.use_deterministic_algorithms` imports it, and with it the modules of torch.compile.
 import torch._inductor.config  # noqa: F401
 
-# Models of every family import it, and with it scipy.
+# Models of every family import it.
 import transformers.modeling_layers
 
 # Every loading of weights asks it.

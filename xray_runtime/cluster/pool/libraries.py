@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.kernel.hidden_libraries import hide
+from xray_runtime.kernel.hidden_libraries import hidden, hide
+from xray_runtime.kernel.store.libraries import top_of
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
@@ -34,9 +35,10 @@ KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_TH
 pages from the system took a quarter of PPO's time at 135M parameters. `processes.return_freed_memory` returns what is
 kept. glibc reads them when a process starts."""
 
-NEEDLESS = ("chardet",)
-"""Libraries that nothing uses where another is installed: `requests` guesses encodings with `charset_normalizer` too,
-and `chardet` takes 12 MiB of each process."""
+NEEDLESS = ("chardet", "pandas", "redis", "scipy")
+"""Libraries that others import where they are installed, for what nothing of ours uses: encodings (`requests` has
+`charset_normalizer` too), data frames in MLflow and Prefect, a cache of torch's compiler, object detection in
+transformers and audio in vLLM. `benchmarks.memory` shows what they take."""
 
 UNUSED = ("mlflow", "sklearn")
 """Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
@@ -60,7 +62,7 @@ def prepare_imports(threads: int) -> None:
         "GOMP_SPINCOUNT": str(SPIN_COUNT),
         "MKL_CBWR": REPRODUCIBLE,
     }
-    hide(*UNUSED, *NEEDLESS)
+    hide(*UNUSED)
 
 
 def worker_options(name: str) -> dict[str, Any]:
@@ -68,13 +70,23 @@ def worker_options(name: str) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {VARIABLE: name}}} if os.environ.get(FORK_SERVER) else {}
 
 
+def import_models() -> None:
+    """Import torch, transformers, and what every model needs."""
+    with hidden(*NEEDLESS):
+        from xray_runtime.models import causal_lm, first_model, heads  # noqa: F401
+
+
 def import_libraries(name: str, runtime: RuntimeConfig, device: str) -> None:
     """Import what the trainer or generator of this name needs (see `VARIABLE`)."""
     from xray_runtime.engines.generator import generator
     from xray_runtime.engines.trainer import trainer
 
-    sort, _, plug = name.partition(":")
-    (trainer(plug) if sort == "trainer" else generator(plug)).load_libraries(runtime, device)
+    sort, _, name = name.partition(":")
+    plug = trainer(name) if sort == "trainer" else generator(name)
+    # Somebody else's may use any of them.
+    own = top_of(type(plug).__module__) == top_of(__name__)
+    with hidden(*(NEEDLESS if own else ())):
+        plug.load_libraries(runtime, device)
 
 
 def cuda_environment(runtime: RuntimeConfig) -> dict[str, str]:
