@@ -461,7 +461,7 @@ def large(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.long
-def test_50_000_rollouts_load_where_a_person_scrolls(large: tuple[str, Path], window: Page, record_property: Any) -> None:
+def test_50_000_rollouts_load_where_one_scrolls(large: tuple[str, Path], window: Page, record_property: Any) -> None:
     address, output = large
     policy = find("ppo-read", open_lineage_store(output, None)).sha256
     window.goto(f"{address}/rollouts/{policy[:12]}?order=highest")
