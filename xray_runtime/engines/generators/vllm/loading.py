@@ -6,10 +6,9 @@ import os
 import sys
 from typing import Any
 
-
 KERNELS = "128"
-"""How many kernels of matrix products oneDNN keeps: one for each number of tokens and each matrix of a layer. 1,024, its
-default, held 160 MiB after some rollouts of the quickstart, and were no faster."""
+"""How many kernels of matrix products oneDNN keeps, one for each number of tokens and each matrix of a layer. Its
+default, 1,024, held 160 MiB after a few rollouts of the quickstart and was no faster."""
 
 
 def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
