@@ -1,11 +1,11 @@
 """The memory of a run by kind of process, at the moment when all processes together hold the most.
 
-    python -m benchmarks.memory [quickstart | tiny | grpo] [--set key.path=value …] [--output runs/memory]
+    python -m benchmarks.memory [quickstart | tiny | smollm2 | grpo] [--set key.path=value …] [--output runs/memory]
 
-`quickstart` and `tiny` are the shipped lifecycles, `grpo` is four iterations of the 1.6M policy of `benchmarks.peers`,
-each in processes of its own, as a person starts it. Held is what a machine must have: anonymous and shared memory, a
-page of several forks counted by its share (PSS). Files that are only mapped (libraries) can be read again, and are a
-column of their own. A kind's own peak may be at another moment than that of all.
+`quickstart`, `tiny` and `smollm2` are the shipped lifecycles, `grpo` is four iterations of the 1.6M policy of
+`benchmarks.peers`, each in processes of its own, as a person starts it. Held is what a machine must have: anonymous and
+shared memory, a page of several forks counted by its share (PSS). Files that are only mapped (libraries) can be read
+again, and are a column of their own. A kind's own peak may be at another moment than that of all.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def run(work: str, output: Path, changes: list[str]) -> tuple[Peak, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", nargs="?", choices=("quickstart", "tiny", "grpo"), default="quickstart")
+    parser.add_argument("work", nargs="?", choices=("quickstart", "tiny", "smollm2", "grpo"), default="quickstart")
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path, default=Path("runs/memory"))
     options = parser.parse_args()
