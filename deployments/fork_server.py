@@ -58,7 +58,7 @@ from xray_runtime.kernel.tracking.registry import store_module
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
-RAY, TORCH, LATER = "ray", "torch", "later"
+RAY, TORCH, TORCH_AGAIN = "ray", "torch", "torch-again"
 """Steps of a request's path: `ray-RAYLET-JOB`; torch with transformers, for the first Ray and for later ones. The
 others are named by their libraries."""
 WORKERS = "xray_runtime.cluster"
@@ -135,13 +135,14 @@ class WorkerRequest:
     def path(self, first_ray: str) -> tuple[str, ...]:
         """The servers that it passes through after the first, whose first request was of `first_ray`."""
         if not self.arguments:
-            return (LATER if first_ray else TORCH,)
+            return (TORCH_AGAIN if first_ray else TORCH,)
         if not self.libraries:
             return (self.ray,)
         if self.ray == first_ray:
             return TORCH, self.ray, self.libraries
         # The libraries of stages import Ray.
-        return (LATER, self.ray, STAGE) if self.libraries == STAGE else (LATER, self.libraries, self.ray)
+        rest = (self.ray, STAGE) if self.libraries == STAGE else (self.libraries, self.ray)
+        return TORCH_AGAIN, *rest
 
     def close(self) -> None:
         for stream in self.output:
@@ -231,7 +232,7 @@ def import_step(name: str, request: WorkerRequest) -> None:
         os.environ |= request.environment
         for module in WITH_RAY:
             importlib.import_module(module)
-    elif name in (TORCH, LATER):
+    elif name in (TORCH, TORCH_AGAIN):
         prepare_imports(threads=1)
         import_models()
     elif name == STAGE:

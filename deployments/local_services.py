@@ -173,7 +173,7 @@ def _started(output: Path, *, prefect: bool, ray: bool, modules: Sequence[str] =
         forks = stack.enter_context(ray_environment()) if ray else None
         if forks is not None:
             forks.load()
-        # A script's own threads may import them meanwhile.
+        # In the process of `xray run` alone: other threads of a script may import them meanwhile.
         with without_collection(), hidden(*(NEEDLESS if modules else ())):
             threads = stack.enter_context(ThreadPoolExecutor())
             starting: list[Future[Any]] = []

@@ -36,7 +36,7 @@ for count in range(1, 161):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc counts what is in use")
-def test_batches_of_ever_other_sizes_take_no_more_memory(tiny_model: Path) -> None:
+def test_memory_does_not_grow_with_new_batch_sizes(tiny_model: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     command = [sys.executable, "-c", SCRIPT, str(tiny_model)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

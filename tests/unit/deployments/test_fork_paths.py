@@ -23,10 +23,10 @@ def request(libraries: str, raylet: str, *arguments: str) -> WorkerRequest:
         ("", "22", (LATER,)),
         ("trainer:deepspeed", "11", ("torch", FIRST, "trainer:deepspeed")),
         # Libraries are kept for the next Ray.
-        ("trainer:deepspeed", "22", ("later", "trainer:deepspeed", LATER)),
+        ("trainer:deepspeed", "22", ("torch-again", "trainer:deepspeed", LATER)),
         ("stage", "11", ("torch", FIRST, "stage")),
         # Those of stages import Ray, so they cannot come before it.
-        ("stage", "22", ("later", LATER, "stage")),
+        ("stage", "22", ("torch-again", LATER, "stage")),
     ],
 )
 def test_ray_is_imported_for_the_cluster_of_the_worker(libraries: str, raylet: str, path: tuple[str, ...]) -> None:
@@ -39,4 +39,4 @@ def test_torch_can_be_loaded_before_any_ray_is_known() -> None:
 
 def test_torch_is_loaded_again_for_a_later_ray() -> None:
     """The first one's process has become that Ray's."""
-    assert WorkerRequest("", [], {}, os.getcwd(), output=[]).path(FIRST) == ("later",)
+    assert WorkerRequest("", [], {}, os.getcwd(), output=[]).path(FIRST) == ("torch-again",)
