@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -325,3 +327,22 @@ def test_steps_that_are_begun_ahead_follow_one_another(cluster: None, tiny_model
     assert len({answer["nll"] for answer in ahead}) == len(batches)
     weights = [load_file(tmp_path / role / "model.safetensors") for role in models]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc keeps what is freed")
+def test_a_frozen_model_releases_what_it_computed_with(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    spec = ModelSpec(tiny_model, ReferenceObjective(1.0), score_tokens=2**17)
+    rows = text(num_rows=2500)
+    with open_models(RUNTIME, tmp_path, {"before": spec}) as models:
+        [process] = [psutil.Process(pid) for pid in pids(models["before"])]
+
+        def held() -> int:
+            return process.memory_info().rss - process.memory_info().shared
+
+        opened = held()
+        scores = ray.get(models["before"].score.remote(rows))
+        kept = held() - opened
+        ray.get(models["before"].release_memory.remote())
+        assert held() - opened < kept / 4
+        again = ray.get(models["before"].score.remote(rows))
+    np.testing.assert_array_equal(again.ref_logprobs.values, scores.ref_logprobs.values)

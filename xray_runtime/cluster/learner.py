@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Route
     from xray_runtime.engines.sync.shared_memory import SharedWriter
-    from xray_runtime.models.adapters import Adapters
     from xray_runtime.models.objectives import Objective
 
 
@@ -67,13 +66,12 @@ class Learner(PublishedChecks, Workhorse):
                 raise ValueError(f"{role} does not share the policy's frozen trunk")
         lm = skeleton_of(spec.directory)
         self._published: Any = functools.partial(published, lm)
-        adapters = _adapters(lm, spec)
         module = HeadedLM(
             lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
             branches=(model.load(role) for role, model in spec.branches.items()),
-            adapters=adapters,
+            adapters=spec.load_adapters(lm),
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
@@ -114,6 +112,14 @@ class Learner(PublishedChecks, Workhorse):
         from xray_runtime.engines.offload import onload
 
         onload()
+
+    def release_memory(self) -> None:
+        """Return what this model needs while it computes, and keeps for the next time."""
+        from xray_runtime.engines.offload import release
+
+        self._trunks.forget()
+        release()
+        return_freed_memory()
 
     def score(self, rows: TextBatch) -> Scores:
         """The objective's scores of `rows`, in their order.
@@ -319,26 +325,6 @@ class Learner(PublishedChecks, Workhorse):
                 yield from self._published(name, tensor).items() if merged else [(name, tensor)]
             elif head:
                 yield name, tensor
-
-
-def _adapters(lm: Any, spec: ModelSpec) -> Adapters | None:
-    """Those that are trained, or that a frozen model has; they are put into `lm`."""
-    from xray_runtime.kernel.graph.artifacts import ADAPTER
-    from xray_runtime.models.adapter_files import adapter_files, read_fields
-    from xray_runtime.models.adapters import Adapters
-    from xray_runtime.models.weight_files import tensors_in
-
-    lora = None if spec.training is None else spec.training.lora
-    if spec.adapter is not None:
-        lora = read_fields(spec.adapter / ADAPTER).lora
-    if lora is None:
-        return None
-    adapters = Adapters(lm, lora, spec.directory, spec.adapter_seed)
-    if spec.adapter is not None:
-        adapters.load(dict(tensors_in(adapter_files(spec.adapter))))
-    elif spec.continues:
-        adapters.go_on(dict(tensors_in(adapter_files(spec.directory))))
-    return adapters
 
 
 def _receive(ranks: list[WorkhorseHandle], step: str, infos: list[dict[str, Any]], version: int) -> None:

@@ -11,6 +11,7 @@ from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.training_config import TrainingConfig
 
 if TYPE_CHECKING:
+    from xray_runtime.models.adapters import Adapters
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.lora import LoRAConfig
     from xray_runtime.models.objectives import Objective
@@ -97,6 +98,25 @@ class ModelSpec:
     @property
     def layout(self) -> FrozenConfig | EngineConfig:
         return self.frozen if self.training is None else self.training.engine
+
+    def load_adapters(self, lm: Any) -> Adapters | None:
+        """Those that are trained, or that a frozen model has; they are put into `lm`."""
+        from xray_runtime.kernel.graph.artifacts import ADAPTER
+        from xray_runtime.models.adapter_files import adapter_files, read_fields
+        from xray_runtime.models.adapters import Adapters
+        from xray_runtime.models.weight_files import tensors_in
+
+        lora = None if self.training is None else self.training.lora
+        if self.adapter is not None:
+            lora = read_fields(self.adapter / ADAPTER).lora
+        if lora is None:
+            return None
+        adapters = Adapters(lm, lora, self.directory, self.adapter_seed)
+        if self.adapter is not None:
+            adapters.load(dict(tensors_in(adapter_files(self.adapter))))
+        elif self.continues:
+            adapters.go_on(dict(tensors_in(adapter_files(self.directory))))
+        return adapters
 
     def located(self, find: Callable[[Path], Path]) -> ModelSpec:
         """The spec for another node; `find` returns a directory's path there."""

@@ -126,6 +126,7 @@ class _WithoutRows(Protocol):
     load_state: RemoteMethod[[Path], None]
     sleep: Sleep
     wake_up: RemoteMethod[[], None]
+    release_memory: RemoteMethod[[], None]
 
 
 class ModelHandle(_WithoutRows, Protocol):

@@ -232,6 +232,9 @@ class WholeModel(PublishedModel, SteppedModel):
     def wake_up(self) -> None:
         self._call(lambda w: w.wake_up.remote())
 
+    def release_memory(self) -> None:
+        self._call(lambda w: w.release_memory.remote())
+
     def save(self, directory: Path, head_file: str | None = None) -> None:
         """Write the model in Hugging Face form, and compare the files with it. The ranks on a disk divide copying;
         afterwards those on this node's disk divide hashing, if there are several files, and one reads all. Raises

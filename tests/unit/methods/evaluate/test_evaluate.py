@@ -50,6 +50,9 @@ class Judged(FakeModel):
     def do_sleep(self) -> None:
         assert self.role == "generator"
 
+    def do_release_memory(self) -> None:
+        assert self.role in ("before", "after")
+
     def do_score(self, rows: TextBatch) -> Scores:
         if self.role.startswith(("rewards", "judges")):
             likes, cut = SAID[self.role.startswith("rewards")], rows.prompt_lengths
