@@ -182,6 +182,7 @@ class WorkhorseHandle(Protocol):
     remove_directories: RemoteMethod[[], None]
 
     # Learner
+    release_memory: RemoteMethod[[], None]
     score: RemoteMethod[[TextBatch], Scores]
     reference: RemoteMethod[[TextBatch], Scores]
     train: RemoteMethod[[TextBatch, StepTotals, float], dict[str, float]]
