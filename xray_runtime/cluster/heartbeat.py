@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from xray_runtime.cluster.types import Heartbeat
 from xray_runtime.kernel.cores import load
@@ -23,7 +23,7 @@ CONCURRENCY_GROUP = "heartbeat"
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 """Source files in which a thread waits for other ranks."""
 
-Mark: TypeAlias = Callable[[FrameType, str, Any], None]
+Mark: TypeAlias = Callable[[FrameType, str, object], None]
 
 
 class HeartbeatSource:
@@ -32,8 +32,8 @@ class HeartbeatSource:
     def __init__(self) -> None:
         self.work_thread = threading.get_ident()
         self._mark: Mark | None = None
-        """In the frame of the collective that a thread waits in since `_since`. A reference to the frame would keep the
-        local variables of all its callers, activations among them, when they have returned."""
+        """In the frame of the collective that a thread has waited in since `_since`. A reference to the frame would
+        keep the local variables of all its callers, activations among them, after they have returned."""
         self._since = 0.0
         self._common_parts, self._moved = common_parts_done(), time.monotonic()
 
@@ -61,17 +61,17 @@ class HeartbeatSource:
         # Backward passes on CUDA, and their communication hooks, run in other threads.
         waiting = [f for f in frames.values() if any(path in f.f_code.co_filename for path in COLLECTIVES)]
         if self._mark is None or all(frame.f_trace is not self._mark for frame in waiting):
-            self._mark, self._since = (_mark(waiting[0]) if waiting else None), time.monotonic()
+            self._mark, self._since = (_put_mark(waiting[0]) if waiting else None), time.monotonic()
         if self.work_thread not in frames:
             return "nothing:0"
         work = frames[self.work_thread]
         return f"{work.f_code.co_qualname} in {work.f_code.co_filename}:{work.f_lineno}"
 
 
-def _mark(frame: FrameType) -> Mark:
+def _put_mark(frame: FrameType) -> Mark:
     """Mark `frame` for as long as it runs, by a trace function: only a debugger would call it."""
 
-    def mark(_frame: FrameType, _event: str, _arg: Any) -> None:
+    def mark(_frame: FrameType, _event: str, _arg: object) -> None:
         pass
 
     if frame.f_trace is None:

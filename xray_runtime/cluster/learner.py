@@ -114,7 +114,7 @@ class Learner(PublishedChecks, Workhorse):
         onload()
 
     def release_memory(self) -> None:
-        """Return what this model needs while it computes, and keeps for the next time."""
+        """Return the memory that this model only needs while it computes."""
         from xray_runtime.engines.offload import release
 
         self._trunks.forget()

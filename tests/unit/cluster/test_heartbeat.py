@@ -16,11 +16,11 @@ from xray_runtime.cluster.heartbeat import HeartbeatSource
 
 
 class Activation:
-    """What a layer computes."""
+    """The output of a layer."""
 
 
 class Forward(threading.Thread):
-    """A model's pass that stands in its second layer until `allowed` grows."""
+    """Passes of a model, each of which waits in its second layer until `allowed` has reached its number."""
 
     def __init__(self, passes: int = 1) -> None:
         super().__init__(daemon=True)
@@ -91,7 +91,7 @@ def test_nothing_that_a_pass_made_outlives_it(
     assert [beat.waits_s > 0 for beat in beats] == [in_collective] * 3
 
 
-def test_the_next_collective_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_collective_begins_a_wait_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "COLLECTIVES", (__file__,))
     work = Forward(passes=20)
     with source_of(work) as source:

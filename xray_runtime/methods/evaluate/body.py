@@ -75,6 +75,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         # Beside what scores, memory is scarcest.
         get(models["generator"].sleep.remote())
         kl = _kl(models, replies["after"])
+        get_all([models[side].release_memory.remote() for side in SIDES if side in models])
         for side in SIDES:
             answers = replies[side]
             conversations = [messages for messages, _ in prompts]
@@ -115,7 +116,6 @@ def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     rows, merged = split_branches(TextBatch.of(replies.begun, rollout.response_ids), branches)
     reference = models["before"].score if "before" in models else models["after"].reference
     after, before = map(merged, get_all([models["after"].score.remote(rows), reference.remote(rows)]))
-    get_all([models[side].release_memory.remote() for side in SIDES if side in models])
     logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
     chosen = rollout.response_mask.dense() if rollout.are_episodes else logprobs.mask()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
